@@ -1,0 +1,28 @@
+# Every target makes the environment in .venv when it is missing; nothing else is needed but Python 3.11 and pip.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check format clean
+
+demo: .venv/ready
+	$(BIN)/mctf demo
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+check: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@

@@ -1,0 +1,47 @@
+"""mctf makes Vision Transformers faster by fusing tokens.
+
+    model = timm.create_model("deit_small_patch16_224", pretrained=True).eval()
+    mctf.fuse(model, r=16)          # in place and reversible: mctf.unfuse(model)
+    logits = model(images)
+
+Names are imported when first used: `import mctf` and `mctf --help` need no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .analysis.plan import Plan, plan
+    from .api import fuse, set_r, unfuse
+    from .errors import MctfError
+    from .methods import methods
+    from .tracing import Trace, trace
+
+__version__ = "0.1.0"
+
+__all__ = ["MctfError", "Plan", "Trace", "fuse", "methods", "plan", "set_r", "trace", "unfuse"]
+
+_HOMES = {
+    "MctfError": "errors",
+    "Plan": "analysis.plan",
+    "Trace": "tracing",
+    "fuse": "api",
+    "plan": "analysis.plan",
+    "set_r": "api",
+    "trace": "tracing",
+    "unfuse": "api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "methods":
+        return import_module(".methods", __name__)  # a package that can be called, see there
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mctf' has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

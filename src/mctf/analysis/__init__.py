@@ -1,0 +1,1 @@
+"""What fusing saves and what it costs: FLOPs, fidelity, throughput."""

@@ -1,0 +1,108 @@
+"""What a fused model will cost, worked out from shapes alone: nothing is run and nothing is changed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..core.schedule import Reduction, ReductionSpec, make_schedule, reductions
+from ..hosts import Architecture, find_host
+from ..methods import make_method
+from ..methods.base import Method
+from ..models.loading import create_empty
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tokens and multiply-adds of every block of one model under one setting.
+
+    gflops and gflops_base follow the paper's accounting (fvcore's convention: one FLOP a multiply-add);
+    gflops_run counts what this implementation executes, which the paper's formula does not.
+    """
+
+    model: str
+    method: str
+    r: ReductionSpec
+    image_tokens: int
+    reductions: tuple[Reduction, ...]
+    block_gflops: tuple[float, ...]
+    gflops: float
+    gflops_base: float
+    gflops_run: float
+
+    @property
+    def token_counts(self) -> list[int]:
+        """Tokens leaving each block."""
+        return [step.remaining for step in self.reductions]
+
+    @property
+    def saved(self) -> float:
+        """Share of the base model's FLOPs that fusing saves, by the paper's accounting."""
+        return 1 - self.gflops / self.gflops_base
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for every block whose r had to be capped."""
+        return [
+            f"block {index}: r={step.asked} capped to {step.taken}, {step.tokens} tokens enter"
+            for index, step in enumerate(self.reductions)
+            if step.taken < step.asked
+        ]
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain numbers, for JSON."""
+        names = ("model", "method", "r", "token_counts", "gflops", "gflops_base", "gflops_run", "saved", "notes")
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        rows = [f"{self.model}, {self.method} r={self.r}", "block  tokens in  fused  tokens out  GFLOPs"]
+        for index, (step, cost) in enumerate(zip(self.reductions, self.block_gflops, strict=True)):
+            rows.append(f"{index:5d}{step.tokens:11d}{step.taken:7d}{step.remaining:12d}{cost:8.3f}")
+        rows.append(f"{self.gflops:.2f} GFLOPs of {self.gflops_base:.2f} ({self.saved:.0%} saved)")
+        return "\n".join(rows + [f"note: {note}" for note in self.notes])
+
+
+def plan(
+    model: nn.Module | str,
+    *,
+    r: ReductionSpec = 16,
+    blocks: Iterable[int] | None = None,
+    method: str = "mctf",
+    image_size: int | tuple[int, int] | None = None,
+    **options: object,
+) -> Plan:
+    """Token counts and GFLOPs of a model (or a timm model's name) under a setting, without running it."""
+    size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    made = make_method(method, options)
+    host = find_host(create_empty(model, image_size=size) if isinstance(model, str) else model)
+    architecture = host.architecture(size)
+    schedule = make_schedule(
+        r,
+        depth=len(architecture.blocks),
+        blocks=None if blocks is None else tuple(blocks),
+        default_blocks=made.default_blocks(len(architecture.blocks)),
+    )
+    return _plan(architecture, made, schedule, r)
+
+
+def _plan(architecture: Architecture, method: Method, schedule: tuple, r: ReductionSpec) -> Plan:
+    steps = reductions(schedule, architecture.tokens, protected=architecture.protected, min_tokens=method.min_tokens)
+    costs = [
+        method.cost(shape, step.tokens, step.taken, protected=architecture.protected)
+        for shape, step in zip(architecture.blocks, steps, strict=True)
+    ]
+    every = architecture.tokens
+    left = every if architecture.reads_every_token else steps[-1].remaining
+    around = architecture.stem + architecture.head + architecture.head_per_token * left
+    base_around = architecture.stem + architecture.head + architecture.head_per_token * every
+    return Plan(
+        model=architecture.name,
+        method=method.name,
+        r=r,
+        image_tokens=every,
+        reductions=tuple(steps),
+        block_gflops=tuple(cost.paper / 1e9 for cost in costs),
+        gflops=(around + sum(cost.paper for cost in costs)) / 1e9,
+        gflops_base=(base_around + sum(shape.plain(every) for shape in architecture.blocks)) / 1e9,
+        gflops_run=(around + sum(cost.run for cost in costs)) / 1e9,
+    )

@@ -1,0 +1,64 @@
+"""Three verbs: fuse a model, take it back, change how much is fused."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from .core.schedule import ReductionSpec, make_schedule
+from .errors import MctfError
+from .hosts import find_host
+from .methods import make_method
+from .stack import FusedStack
+
+
+def fuse(
+    model: nn.Module,
+    method: str = "mctf",
+    *,
+    r: ReductionSpec = 16,
+    blocks: Iterable[int] | None = None,
+    **options: object,
+) -> nn.Module:
+    """Make a Vision Transformer cheaper by fusing tokens, in place; `unfuse` takes it back.
+
+    r: tokens to fuse in each block: a count, a ratio below 1 of the unprotected tokens, a list with one entry a
+        block, or "fast", the authors' preset (0.35 at blocks 3, 6, 9 of twelve).
+    blocks: which blocks fuse; the method's choice by default (mctf: all but the first).
+    options: the method's own, see `mctf.methods()` and the classes in `mctf.methods`.
+
+    Everything is checked before the model is touched. Returns the same model.
+    """
+    chosen = None if blocks is None else tuple(blocks)
+    made = make_method(method, options)
+    if _find_stack(model) is not None:
+        raise MctfError("the model is fused already: mctf.set_r changes r; mctf.unfuse comes before another method")
+    host = find_host(model)
+    make_schedule(r, depth=host.depth, blocks=chosen, default_blocks=made.default_blocks(host.depth))
+    host.container = FusedStack(host.container, host, made, r=r, blocks=chosen)
+    return model
+
+
+def unfuse(model: nn.Module) -> nn.Module:
+    """Give a fused model its own blocks back, in place; it computes bit for bit what it did before."""
+    stack = fused_stack(model)
+    stack.host.container = stack.restored()  # type: ignore[attr-defined]
+    return model
+
+
+def set_r(model: nn.Module, r: ReductionSpec) -> None:
+    """Change how many tokens a fused model fuses: cheap, also between two steps of training."""
+    fused_stack(model).set_r(r)
+
+
+def fused_stack(model: nn.Module) -> FusedStack:
+    """The fused stack inside a model; raises MctfError where there is none."""
+    stack = _find_stack(model)
+    if stack is None:
+        raise MctfError("the model is not fused: run mctf.fuse(model, r=16) first")
+    return stack
+
+
+def _find_stack(model: nn.Module) -> FusedStack | None:
+    if not isinstance(model, nn.Module):
+        raise MctfError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    return next((module for module in model.modules() if isinstance(module, FusedStack)), None)

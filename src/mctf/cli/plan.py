@@ -1,0 +1,44 @@
+"""`mctf plan`: token counts and GFLOPs, without running the model."""
+
+import json
+
+import click
+
+from .options import (
+    blocks_option,
+    image_size_option,
+    json_option,
+    method_option,
+    parse_blocks,
+    parse_image_size,
+    parse_reduction,
+)
+
+
+@click.command(
+    "plan",
+    epilog="""\b
+Examples:
+  mctf plan deit_small_patch16_224
+  mctf plan deit_small_patch16_224 -r fast
+  mctf plan vit_base_patch16_siglip_384 -r 0.1 --method tome --json
+""",
+)
+@click.argument("model")
+@click.option("-r", "reduction", default="16", show_default=True, help="Tokens to fuse a block: 16, 0.35 or fast.")
+@method_option
+@blocks_option
+@image_size_option
+@json_option
+def command(model: str, reduction: str, method: str, blocks: str | None, image_size: str | None, as_json: bool) -> None:
+    """Token counts and GFLOPs of the timm model MODEL, block by block, without running it."""
+    from ..analysis.plan import plan
+
+    result = plan(
+        model,
+        r=parse_reduction(reduction),
+        method=method,
+        blocks=parse_blocks(blocks),
+        image_size=parse_image_size(image_size),
+    )
+    click.echo(json.dumps(result.as_dict(), indent=2) if as_json else str(result))

@@ -1,0 +1,73 @@
+"""One fusion of tokens as one integer vector: the output slot of every input token.
+
+Everything downstream reads this vector: pooling is a weighted mean over each slot, sizes are sums over it,
+un-fusing is a gather by it, and the map through many blocks is one vector applied to another.
+
+Axes: B images, N tokens before, M slots after, C channels.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which slot each token goes to.
+
+    slots: B N, int64, values in 0 .. count - 1; every slot is used by at least one token of its image.
+    count: M, the number of slots, the same for all images of the batch.
+    """
+
+    slots: Tensor
+    count: int
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum of the values (B N) in each slot: B M."""
+        zeros = values.new_zeros(values.shape[0], self.count)
+        return zeros.scatter_add(1, self.slots, values)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum of the tokens in each slot: B N C -> B M C."""
+        batch, _, channels = x.shape
+        rows = x.flatten(0, 1)
+        index = self._flat_slots()[:, None].expand_as(rows)
+        return rows.new_zeros(batch * self.count, channels).scatter_add(0, index, rows).view(batch, -1, channels)
+
+    def pool(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Weighted mean of the tokens in each slot: sum_i w_i x_i / sum_i w_i, B M C.
+
+        x: B N C; weights: B N, non-negative, without gradient. Sums run in the wider of the two dtypes.
+        """
+        share = weights / self.spread(self.total(weights))
+        return self.sum(x * share[..., None]).to(x.dtype)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Elementwise maximum over the tokens in each slot: B M C."""
+        batch, _, channels = x.shape
+        floor = x.new_full((batch, self.count, channels), float("-inf"))
+        index = self.slots[..., None].expand_as(x)
+        return floor.scatter_reduce(1, index, x, "amax")
+
+    def spread(self, fused: Tensor) -> Tensor:
+        """Each token takes the value of its slot: B M … -> B N …."""
+        batch, tokens = self.slots.shape
+        rows = fused.reshape(batch * self.count, -1).index_select(0, self._flat_slots())
+        return rows.view(batch, tokens, *fused.shape[2:])
+
+    def pick(self, x: Tensor) -> Tensor:
+        """The first token of each slot, B N C -> B M C: undoes `spread` exactly, gradient included."""
+        batch, tokens = self.slots.shape
+        position = torch.arange(tokens, device=x.device).expand(batch, -1)
+        first = position.new_full((batch, self.count), tokens).scatter_reduce(1, self.slots, position, "amin")
+        return x.gather(1, first[..., None].expand(-1, -1, x.shape[-1]))
+
+    def then(self, later: "Assignment") -> "Assignment":
+        """This fusion followed by a later one, as one: slots of the later, per token of this."""
+        return Assignment(later.slots.gather(1, self.slots), later.count)
+
+    def _flat_slots(self) -> Tensor:
+        """Slots numbered through the whole batch, B*N. Row moves on a flat matrix are ~10x faster on a CPU."""
+        offsets = torch.arange(self.slots.shape[0], device=self.slots.device) * self.count
+        return (self.slots + offsets[:, None]).flatten()

@@ -1,0 +1,79 @@
+"""What a transformer block costs, in multiply-adds as fvcore counts them.
+
+One FLOP per multiply-add, five per element of a LayerNorm, nothing for softmax, activations and additions.
+Two accounts are kept apart: `paper`, the published formula behind the paper's tables, and `run`, what this
+implementation really executes.
+
+Axes: N tokens before fusion, M after, C channels.
+"""
+
+from dataclasses import dataclass
+
+NORM = 5  # fvcore's price of one LayerNorm element
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Multiply-adds of one block under the two accounts."""
+
+    paper: int
+    run: int
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """The sizes that decide a block's cost, all per token.
+
+    channels: C, the residual stream. attention: H * d, usually C as well. heads: H.
+    mlp: multiply-adds of the MLP. norms: elements of one pre- or post-norm that fvcore prices, usually C.
+    head_norms: elements of the q and k norms together. context: extra work on attention's output (norm, gate).
+    """
+
+    channels: int
+    attention: int
+    heads: int
+    mlp: int
+    norms: int
+    head_norms: int = 0
+    context: int = 0
+
+    def projection(self) -> int:
+        """One of q, k, v or the output projection, for one token."""
+        return self.channels * self.attention
+
+    def queries_keys(self, tokens: int) -> int:
+        return tokens * (2 * self.projection() + NORM * self.head_norms)
+
+    def values(self, tokens: int) -> int:
+        return tokens * self.projection()
+
+    def product(self, rows: int, columns: int) -> int:
+        """One of q kT or A v over all heads."""
+        return rows * columns * self.attention
+
+    def project(self, tokens: int) -> int:
+        return tokens * (self.projection() + self.context)
+
+    def norm(self, tokens: int) -> int:
+        return tokens * NORM * self.norms
+
+    def mlp_branch(self, tokens: int) -> int:
+        return tokens * self.mlp + self.norm(tokens)
+
+    def attention_branch(self, tokens: int) -> int:
+        products = 2 * self.product(tokens, tokens)
+        return self.norm(tokens) + self.queries_keys(tokens) + self.values(tokens) + products + self.project(tokens)
+
+    def plain(self, tokens: int) -> int:
+        """The whole block without fusion."""
+        return self.attention_branch(tokens) + self.mlp_branch(tokens)
+
+
+def split_product(tokens: int, channels: int) -> int:
+    """Similarities between the two halves of all tokens, as the paper counts them."""
+    return -(-tokens // 2) * (tokens // 2) * channels
+
+
+def unprotected_product(tokens: int, protected: int, channels: int) -> int:
+    """Similarities between the two halves of the unprotected tokens, as they are computed here."""
+    return split_product(tokens - protected, channels)

@@ -1,0 +1,94 @@
+"""How many tokens leave in each block: reading `r`, checking it, and capping it where tokens run out."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+from ..errors import MctfError, did_you_mean
+
+Entry = int | float  # tokens to fuse in one block: a count, or below 1 a ratio of the unprotected tokens
+ReductionSpec = Entry | Sequence[Entry] | str
+
+FAST_RATIO = 0.35  # the authors' "Fast" preset: this ratio at a quarter, half and three quarters of the depth
+
+
+def fast_blocks(depth: int) -> tuple[int, ...]:
+    """Blocks 3, 6, 9 of the twelve the authors use, and the like places of other depths."""
+    return tuple(sorted({round(depth * part / 4) for part in (1, 2, 3)} - {depth}))
+
+
+def make_schedule(
+    r: ReductionSpec, *, depth: int, blocks: Iterable[int] | None, default_blocks: Iterable[int]
+) -> tuple[Entry, ...]:
+    """One entry a block from what the user wrote for `r` and `blocks`; raises MctfError when it makes no sense."""
+    if isinstance(r, str):
+        if r != "fast":
+            raise MctfError(f"r={r!r} is no known preset: {did_you_mean(r, ['fast'])}")
+        chosen = fast_blocks(depth) if blocks is None else _check_blocks(blocks, depth)
+        return tuple(FAST_RATIO if block in chosen else 0 for block in range(depth))
+    if isinstance(r, Sequence):
+        if blocks is not None:
+            raise MctfError("r is a list with one entry a block, so leave out blocks= and put 0 where nothing fuses")
+        if len(r) != depth:
+            raise MctfError(f"r has {len(r)} entries but the model has {depth} blocks: give one entry a block")
+        return tuple(_check_entry(entry) for entry in r)
+    entry = _check_entry(r)
+    chosen = tuple(default_blocks) if blocks is None else _check_blocks(blocks, depth)
+    return tuple(entry if block in chosen else 0 for block in range(depth))
+
+
+def _check_entry(entry: object) -> Entry:
+    if isinstance(entry, bool) or not isinstance(entry, Real):
+        raise MctfError(f"r must be a number, a list of numbers or 'fast', not {entry!r}")
+    if isinstance(entry, Integral):
+        if entry < 0:
+            raise MctfError(f"r={entry} is negative: give the number of tokens to fuse in a block, 0 for none")
+        return int(entry)
+    value = float(entry)
+    if not 0 <= value < 1:
+        raise MctfError(f"r={entry!r} is neither a whole number of tokens nor a ratio in [0, 1): write 16 or 0.35")
+    return value
+
+
+def _check_blocks(blocks: Iterable[int], depth: int) -> tuple[int, ...]:
+    chosen: list[int] = []
+    for block in blocks:
+        if isinstance(block, bool) or not isinstance(block, Integral) or not -depth <= block < depth:
+            raise MctfError(f"blocks names {block!r}, but the model has blocks 0 to {depth - 1}")
+        chosen.append(int(block) % depth)
+    return tuple(chosen)
+
+
+def tokens_to_fuse(entry: Entry, tokens: int, *, protected: int, min_tokens: int) -> int:
+    """r = max(0, min(r, N - min_tokens, (N - protected) // 2)) for one block with N tokens."""
+    asked = _asked(entry, tokens - protected)
+    return max(0, min(asked, tokens - min_tokens, (tokens - protected) // 2))
+
+
+def _asked(entry: Entry, free: int) -> int:
+    # 0.29 * 100 is 28.999…: a ratio that means a whole number gets it
+    return entry if isinstance(entry, int) else math.floor(entry * free + 1e-9)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Tokens of one block: how many enter, how many were asked to leave, how many do."""
+
+    tokens: int
+    asked: int
+    taken: int
+
+    @property
+    def remaining(self) -> int:
+        return self.tokens - self.taken
+
+
+def reductions(schedule: Sequence[Entry], tokens: int, *, protected: int, min_tokens: int) -> list[Reduction]:
+    """The reduction of every block of a model that starts with `tokens` tokens."""
+    steps = []
+    for entry in schedule:
+        taken = tokens_to_fuse(entry, tokens, protected=protected, min_tokens=min_tokens)
+        steps.append(Reduction(tokens, _asked(entry, tokens - protected), taken))
+        tokens -= taken
+    return steps

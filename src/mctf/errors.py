@@ -1,0 +1,15 @@
+"""The one exception users meet: what was expected, what came, what to do about it."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class MctfError(ValueError):
+    """Input that mctf refuses. The message is one sentence that names the cure."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A ready clause for an error text: the closest known word, or the list of all of them."""
+    known = sorted(known)
+    close = get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"

@@ -1,0 +1,78 @@
+"""What a method is: it runs one block its own way and says which tokens became one."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from ..core.assignment import Assignment
+from ..core.cost import BlockShape, Cost
+
+
+class BlockOps(Protocol):
+    """What a host's block can do, piece by piece: the waist between methods and hosts.
+
+    Each piece calls the host's own modules, so LayerScale, q/k norm, drop-path and the like come along.
+    Shapes: x and h are B N C; q and k are B H N d; flat values and contexts are B N (H d).
+    """
+
+    @property
+    def scale(self) -> float: ...
+    @property
+    def attention_dropout(self) -> float: ...
+    def plain(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The host's block as it is, with `bias` (B 1 1 N) added to the attention logits."""
+
+    def norm1(self, x: Tensor) -> Tensor:
+        """What attention reads."""
+
+    def queries_keys(self, h: Tensor) -> tuple[Tensor, Tensor]: ...
+    def values(self, h: Tensor) -> Tensor:
+        """Flat values, B N (H d)."""
+
+    def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All three with heads split, from one product."""
+
+    def split_heads(self, flat: Tensor) -> Tensor:
+        """B N (H d) -> B H N d."""
+
+    def add_attention(self, x: Tensor, context: Tensor, h: Tensor) -> Tensor:
+        """x plus the attention branch: output projection of the flat context, LayerScale, drop-path.
+
+        h is what attention read for these tokens; blocks with gated attention take the gate from it.
+        """
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        """x plus the MLP branch with its norm, LayerScale and drop-path."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one block did to the tokens.
+
+    x: B M C. sizes: B M, float32, how many input tokens each token stands for; None while all are 1.
+    assignment: B N -> M, None when nothing was fused. informativeness: B N, where the method knows it.
+    """
+
+    x: Tensor
+    sizes: Tensor | None
+    assignment: Assignment | None = None
+    informativeness: Tensor | None = None
+
+
+class Method(Protocol):
+    """A way to reduce tokens. Implementations are frozen dataclasses whose fields are the method's options."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    min_tokens: ClassVar[int]
+
+    def default_blocks(self, depth: int) -> Iterable[int]:
+        """The blocks that fuse when the user names none."""
+
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, *, r: int, protected: int) -> Step:
+        """One block on x (B N C), after which r tokens fewer remain."""
+
+    def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
+        """Multiply-adds of `run`."""

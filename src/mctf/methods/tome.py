@@ -1,0 +1,65 @@
+"""ToMe: merge similar tokens between attention and MLP, in every block.
+
+Bolya et al., "Token Merging: Your ViT But Faster", ICLR 2023, as the paper compares with it.
+Axes: B images, H heads, N tokens, d channels a head.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..core import attention, criteria, matching
+from ..core.assignment import Assignment
+from ..core.cost import BlockShape, Cost, split_product, unprotected_product
+from .base import BlockOps, Step
+
+
+@dataclass(frozen=True)
+class ToMe:
+    """Keys averaged over heads give the similarity; the r best pairs become size-weighted means.
+
+    proportional: add log(size) to the attention logits of merged keys.
+    """
+
+    proportional: bool = True
+
+    name: ClassVar[str] = "tome"
+    summary: ClassVar[str] = "Token Merging (ICLR 2023): one-way matching of keys, between attention and MLP"
+    min_tokens: ClassVar[int] = 0
+
+    def default_blocks(self, depth: int) -> range:
+        return range(depth)
+
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, *, r: int, protected: int) -> Step:
+        """Plain attention on all N tokens, then fusion, then the MLP on the M that remain."""
+        bias = attention.size_bias(sizes, x) if self.proportional else None
+        if r == 0:
+            return Step(block.plain(x, bias), sizes)
+        h = block.norm1(x)
+        q, k, v = block.queries_keys_values(h)
+        context = attention.attend(q, k, v, bias=bias, scale=block.scale, dropout=block.attention_dropout)
+        x = block.add_attention(x, context, h)
+
+        assignment = _match_keys(k, r, protected)
+        weights = x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes
+        x = block.add_mlp(assignment.pool(x, weights))
+        return Step(x, assignment.total(weights), assignment)
+
+    def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
+        if r == 0:
+            return Cost(paper=shape.plain(tokens), run=shape.plain(tokens))
+        head = shape.attention // shape.heads
+        branches = shape.attention_branch(tokens) + shape.mlp_branch(tokens - r)
+        return Cost(
+            paper=branches + split_product(tokens, head),
+            run=branches + unprotected_product(tokens, protected, head),
+        )
+
+
+@torch.no_grad()
+def _match_keys(k: Tensor, r: int, protected: int) -> Assignment:
+    metric = criteria.unit_rows(k.mean(dim=1))
+    sources, targets = matching.alpha(metric, protected), matching.beta(metric, protected)
+    return matching.match_one_way(sources @ targets.transpose(1, 2), r, protected=protected)
