@@ -24,14 +24,14 @@ def parse_reductions(text: str) -> list[ReductionSpec]:
     return [parse_reduction(part.strip()) for part in text.split(",") if part.strip()]
 
 
-def parse_blocks(text: str | None) -> tuple[int, ...] | None:
+def parse_blocks(text: str | None, *, option: str = "--blocks") -> tuple[int, ...] | None:
     """Block numbers between commas; None when the option was not given."""
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise MctfError(f"--blocks {text!r} is not a list of numbers: write 3,6,9") from None
+        raise MctfError(f"{option} {text!r} is not a list of numbers: write 3,6,9") from None
 
 
 def parse_image_size(text: str | None) -> tuple[int, int] | None:

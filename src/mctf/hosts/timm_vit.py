@@ -15,6 +15,7 @@ from timm.models.vision_transformer import Block, ResPostBlock, VisionTransforme
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..core.attention import size_bias
 from ..core.cost import NORM, BlockShape
 from ..errors import MctfError
 from .base import Architecture
@@ -92,8 +93,8 @@ class PreNormOps:
         attn = self.block.attn
         return attn.attn_drop.p if attn.training else 0.0
 
-    def plain(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self.block(x) if bias is None else self.block(x, attn_mask=bias)
+    def plain(self, x: Tensor, sizes: Tensor | None) -> Tensor:
+        return self.block(x) if sizes is None else self.block(x, attn_mask=size_bias(sizes, x))
 
     def norm1(self, x: Tensor) -> Tensor:
         return self.block.norm1(x)
@@ -117,18 +118,21 @@ class PreNormOps:
         attn = self.block.attn
         return flat.unflatten(2, (attn.num_heads, attn.head_dim)).transpose(1, 2)
 
-    def add_attention(self, x: Tensor, context: Tensor, h: Tensor) -> Tensor:
-        return x + self.block.drop_path1(self.block.ls1(self._project(context, h)))
+    def finish_context(self, context: Tensor, h: Tensor) -> Tensor:
+        attn = self.block.attn
+        context = attn.norm(context)
+        gate = getattr(attn, "gate", None)
+        return context if gate is None else context * gate(h).sigmoid()
+
+    def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
+        return x + self.block.drop_path1(self.block.ls1(self._project(context)))
 
     def add_mlp(self, x: Tensor) -> Tensor:
         block = self.block
         return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
 
-    def _project(self, context: Tensor, h: Tensor) -> Tensor:
+    def _project(self, context: Tensor) -> Tensor:
         attn = self.block.attn
-        context = attn.norm(context)
-        if getattr(attn, "gate", None) is not None:
-            context = context * attn.gate(h).sigmoid()
         return attn.proj_drop(attn.proj(context))
 
 
@@ -138,8 +142,8 @@ class PostNormOps(PreNormOps):
     def norm1(self, x: Tensor) -> Tensor:
         return x
 
-    def add_attention(self, x: Tensor, context: Tensor, h: Tensor) -> Tensor:
-        return x + self.block.drop_path1(self.block.norm1(self._project(context, h)))
+    def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
+        return x + self.block.drop_path1(self.block.norm1(self._project(context)))
 
     def add_mlp(self, x: Tensor) -> Tensor:
         block = self.block

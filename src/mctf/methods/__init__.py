@@ -6,10 +6,10 @@ from types import ModuleType
 
 from ..errors import MctfError, did_you_mean
 from .base import Method
-from .mctf import MCTF
+from .mctf import MCTF, MCTFExact
 from .tome import ToMe
 
-_REGISTRY: dict[str, type[Method]] = {cls.name: cls for cls in (MCTF, ToMe)}
+_REGISTRY: dict[str, type[Method]] = {cls.name: cls for cls in (MCTF, MCTFExact, ToMe)}
 
 
 def methods() -> dict[str, str]:

@@ -21,8 +21,8 @@ class BlockOps(Protocol):
     def scale(self) -> float: ...
     @property
     def attention_dropout(self) -> float: ...
-    def plain(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The host's block as it is, with `bias` (B 1 1 N) added to the attention logits."""
+    def plain(self, x: Tensor, sizes: Tensor | None) -> Tensor:
+        """The host's block as it is, its attention proportional to `sizes` (B N) where they are given."""
 
     def norm1(self, x: Tensor) -> Tensor:
         """What attention reads."""
@@ -37,11 +37,14 @@ class BlockOps(Protocol):
     def split_heads(self, flat: Tensor) -> Tensor:
         """B N (H d) -> B H N d."""
 
-    def add_attention(self, x: Tensor, context: Tensor, h: Tensor) -> Tensor:
-        """x plus the attention branch: output projection of the flat context, LayerScale, drop-path.
+    def finish_context(self, context: Tensor, h: Tensor) -> Tensor:
+        """What the block does to the flat context before its output projection: a norm, or a gate from h.
 
-        h is what attention read for these tokens; blocks with gated attention take the gate from it.
+        h is what attention read for these tokens. Most blocks do nothing here.
         """
+
+    def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
+        """x plus the attention branch: output projection of the finished context, LayerScale, drop-path."""
 
     def add_mlp(self, x: Tensor) -> Tensor:
         """x plus the MLP branch with its norm, LayerScale and drop-path."""
@@ -67,6 +70,9 @@ class Method(Protocol):
     name: ClassVar[str]
     summary: ClassVar[str]
     min_tokens: ClassVar[int]
+
+    def check(self, *, protected: int) -> None:
+        """Raise MctfError where the method cannot work with this many protected tokens."""
 
     def default_blocks(self, depth: int) -> Iterable[int]:
         """The blocks that fuse when the user names none."""

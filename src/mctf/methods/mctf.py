@@ -7,6 +7,8 @@ weighted mean over slots, the approximated attention of the paper is
     A_hat v_hat = P softmax(q kT * scale + log s) v_hat[g]
 
 that is, ordinary attention over all N tokens whose values are the fused values spread back by g, then pooled.
+The exact variant, which is not in the paper, takes the values before fusion: P softmax(…) v. By linearity that is
+plain attention followed by fusion, with nothing approximated and one pass over q and k.
 
 Axes: B images, H heads, N tokens, M = N - r tokens after fusion, C channels.
 """
@@ -17,25 +19,33 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core import attention, criteria, matching
+from .. import kernels
+from ..core import attention
 from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost, split_product, unprotected_product
+from ..core.criteria import Criteria
 from ..errors import MctfError, did_you_mean
 from .base import BlockOps, Step
 
-_POOLINGS = ("attention", "size", "mean", "max")
-_ATTENTIONS = ("one_step_ahead", "precise", "previous")
+_CHOICES = {
+    "pooling": ("attention", "size", "mean", "max"),
+    "attention": ("one_step_ahead", "precise", "previous", "exact"),
+    "informativeness": ("mean", "class", "both", "auto"),
+}
 
 
 @dataclass(frozen=True)
 class MCTF:
-    """Options are the paper's ablations; the defaults are its method.
+    """Options are the paper's ablations and one variant of our own; the defaults are the paper's method.
 
     tau_sim, tau_info, tau_size: temperatures of similarity, informativeness and size; 0 switches one off.
     bidirectional: fuse half of r from alpha to beta and half back; otherwise all from alpha to beta.
     pooling: weights of a fused token's parts: "attention" (times size), "size", "mean"; or their "max".
     attention: "one_step_ahead" reuses the attention it looked at; "precise" computes it anew for the fused
-        tokens; "previous" fuses after the MLP by the attention the block has just used.
+        tokens; "previous" fuses after the MLP by the attention the block has just used; "exact" attends with
+        the unfused values and then fuses.
+    informativeness: attention received from all tokens ("mean"), from the "class" token, or the mean of "both";
+        "auto" is "both" where there is a class token and "mean" elsewhere.
     proportional: add log(size) to the attention logits of fused keys.
     """
 
@@ -45,6 +55,7 @@ class MCTF:
     bidirectional: bool = True
     pooling: str = "attention"
     attention: str = "one_step_ahead"
+    informativeness: str = "mean"
     proportional: bool = True
 
     name: ClassVar[str] = "mctf"
@@ -56,109 +67,152 @@ class MCTF:
             value = getattr(self, option)
             if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
                 raise MctfError(f"{option}={value!r} must be a finite number, 0 or above (0 switches it off)")
-        for option, known in (("pooling", _POOLINGS), ("attention", _ATTENTIONS)):
+        for option, known in _CHOICES.items():
             value = getattr(self, option)
             if value not in known:
                 raise MctfError(f"{option}={value!r} is unknown: {did_you_mean(str(value), known)}")
+        if self.attention == "exact" and self.pooling == "max":
+            raise MctfError(
+                "pooling='max' has no exact attention: choose another pooling or attention='one_step_ahead'"
+            )
+
+    def check(self, *, protected: int) -> None:
+        if self.informativeness in ("class", "both") and protected == 0:
+            raise MctfError(
+                f"informativeness={self.informativeness!r} reads the class token, which this model has not: use 'mean'"
+            )
 
     def default_blocks(self, depth: int) -> range:
         return range(1, depth)
 
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, *, r: int, protected: int) -> Step:
-        bias = attention.size_bias(sizes, x) if self.proportional else None
         if r == 0:
-            return Step(block.plain(x, bias), sizes)
-        run = {"one_step_ahead": self._ahead, "precise": self._precise, "previous": self._previous}[self.attention]
-        return run(block, x, sizes, bias, r, protected)
+            return Step(block.plain(x, self._seen(sizes)), sizes)
+        variants = {"precise": self._precise, "previous": self._previous, "exact": self._exact}
+        return variants.get(self.attention, self._ahead)(block, x, sizes, r, protected)
 
-    def _ahead(
-        self, block: BlockOps, x: Tensor, sizes: Tensor | None, bias: Tensor | None, r: int, protected: int
-    ) -> Step:
+    def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
+        seen = self._seen(sizes)
         q, k = block.queries_keys(block.norm1(x))
-        a = attention.informativeness(q, k, bias=bias, scale=block.scale)
-        fusion = self._fuse(x, a, sizes, r, protected)
-
-        h = block.norm1(fusion.x)
-        values = block.values(h)
-        if self.pooling == "max":
-            full_map = attention.attention_map(q, k, bias=bias, scale=block.scale)
-            context = _largest_rows(full_map, block.split_heads(values), fusion.assignment)
-        else:
-            spread = block.split_heads(fusion.assignment.spread(values))
-            context = attention.attend(q, k, spread, bias=bias, scale=block.scale, dropout=block.attention_dropout)
-            context = fusion.assignment.pool(context, fusion.weights)
-        x = block.add_mlp(block.add_attention(fusion.x, context, h))
-        return Step(x, fusion.sizes, fusion.assignment, a)
-
-    def _precise(
-        self, block: BlockOps, x: Tensor, sizes: Tensor | None, bias: Tensor | None, r: int, protected: int
-    ) -> Step:
-        q, k = block.queries_keys(block.norm1(x))
-        a = attention.informativeness(q, k, bias=bias, scale=block.scale)
-        fusion = self._fuse(x, a, sizes, r, protected)
-        bias = attention.size_bias(fusion.sizes, x) if self.proportional else None
-        return Step(block.plain(fusion.x, bias), fusion.sizes, fusion.assignment, a)
-
-    def _previous(
-        self, block: BlockOps, x: Tensor, sizes: Tensor | None, bias: Tensor | None, r: int, protected: int
-    ) -> Step:
-        h = block.norm1(x)
-        q, k, v = block.queries_keys_values(h)
-        a = attention.informativeness(q, k, bias=bias, scale=block.scale)
-        context = attention.attend(q, k, v, bias=bias, scale=block.scale, dropout=block.attention_dropout)
-        x = block.add_mlp(block.add_attention(x, context, h))
-        fusion = self._fuse(x, a, sizes, r, protected)
-        return Step(fusion.x, fusion.sizes, fusion.assignment, a)
-
-    def _fuse(self, x: Tensor, a: Tensor, sizes: Tensor | None, r: int, protected: int) -> "Fusion":
-        """Match by the criteria, pool x, add up the sizes."""
+        a = kernels.informativeness(q, k, sizes=seen, scale=block.scale, rows=self._rows(protected))
         assignment = self._match(x, a, sizes, r, protected)
-        counts = torch.ones_like(a) if sizes is None else sizes
-        weights = {"attention": a * counts, "size": counts}.get(self.pooling, torch.ones_like(a))
-        fused = assignment.largest(x) if self.pooling == "max" else assignment.pool(x, weights)
-        return Fusion(fused, assignment.total(counts), weights, assignment)
+        weights, counts = self._weights(a, sizes)
+        x = self._pool(x, weights, assignment)
 
-    @torch.no_grad()
-    def _match(self, x: Tensor, a: Tensor, sizes: Tensor | None, r: int, protected: int) -> Assignment:
-        unit = criteria.unit_rows(x)
-        scores = criteria.attraction(
-            matching.alpha(unit, protected), matching.beta(unit, protected), tau_sim=self.tau_sim
+        h = block.norm1(x)
+        values = block.split_heads(block.values(h))
+        if self.pooling == "max":
+            full_map = attention.attention_map(q, k, sizes=seen, scale=block.scale)
+            context = _largest_rows(full_map, values, assignment)
+        else:
+            context = kernels.attend(
+                q, k, values, spread=assignment, sizes=seen, scale=block.scale, dropout=block.attention_dropout
+            )
+            context = kernels.pool(context, weights, assignment)
+        x = block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
+        return Step(x, assignment.total(counts), assignment, a)
+
+    def _exact(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
+        h = block.norm1(x)
+        context, a = self._attend_and_look(block, h, sizes, protected)
+        assignment = self._match(x, a, sizes, r, protected)
+        weights, counts = self._weights(a, sizes)
+        x, context, new_sizes = kernels.pool_both(x, block.finish_context(context, h), weights, counts, assignment)
+        return Step(block.add_mlp(block.add_attention(x, context)), new_sizes, assignment, a)
+
+    def _precise(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
+        q, k = block.queries_keys(block.norm1(x))
+        a = kernels.informativeness(q, k, sizes=self._seen(sizes), scale=block.scale, rows=self._rows(protected))
+        return self._fused(block, x, a, sizes, r, protected, then_run=True)
+
+    def _previous(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
+        h = block.norm1(x)
+        context, a = self._attend_and_look(block, h, sizes, protected)
+        x = block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
+        return self._fused(block, x, a, sizes, r, protected, then_run=False)
+
+    def _fused(
+        self, block: BlockOps, x: Tensor, a: Tensor, sizes: Tensor | None, r: int, protected: int, *, then_run: bool
+    ) -> Step:
+        """Tokens fused, and then perhaps the whole block run on them."""
+        assignment = self._match(x, a, sizes, r, protected)
+        weights, counts = self._weights(a, sizes)
+        x, sizes = self._pool(x, weights, assignment), assignment.total(counts)
+        return Step(block.plain(x, self._seen(sizes)) if then_run else x, sizes, assignment, a)
+
+    def _seen(self, sizes: Tensor | None) -> Tensor | None:
+        """The sizes attention is proportional to."""
+        return sizes if self.proportional else None
+
+    def _attend_and_look(
+        self, block: BlockOps, h: Tensor, sizes: Tensor | None, protected: int
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = block.queries_keys_values(h)
+        return kernels.attend_and_look(
+            q,
+            k,
+            v,
+            sizes=self._seen(sizes),
+            scale=block.scale,
+            rows=self._rows(protected),
+            dropout=block.attention_dropout,
         )
-        alone = criteria.isolation(a, sizes, tau_info=self.tau_info, tau_size=self.tau_size)
-        if alone is not None:
-            scores = scores * matching.alpha(alone, protected)[:, :, None] * matching.beta(alone, protected)[:, None]
-        match = matching.match_bidirectional if self.bidirectional else matching.match_one_way
-        return match(scores, r, protected=protected)
+
+    def _rows(self, protected: int) -> str:
+        """The attention rows that informativeness averages."""
+        if self.informativeness == "auto":
+            return "both" if protected else "mean"
+        return self.informativeness
+
+    def _match(self, x: Tensor, a: Tensor, sizes: Tensor | None, r: int, protected: int) -> Assignment:
+        criteria = Criteria(self.tau_sim, self.tau_info, self.tau_size)
+        return kernels.match(x, a, sizes, criteria, r=r, protected=protected, bidirectional=self.bidirectional)
+
+    def _weights(self, a: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Pooling weights and sizes of the tokens before fusion, both B N."""
+        counts = torch.ones_like(a) if sizes is None else sizes
+        if self.pooling == "attention":
+            return (a if sizes is None else a * sizes), counts
+        return (counts if self.pooling == "size" else torch.ones_like(a)), counts
+
+    def _pool(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
+        return assignment.largest(x) if self.pooling == "max" else kernels.pool(x, weights, assignment)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         if r == 0:
             return Cost(paper=shape.plain(tokens), run=shape.plain(tokens))
-        look = shape.norm(tokens) + shape.queries_keys(tokens) + shape.product(tokens, tokens)
+        left = tokens - r
         paper_match = split_product(tokens, shape.channels)
         run_match = unprotected_product(tokens, protected, shape.channels)
-        left = tokens - r
+        look = shape.norm(tokens) + shape.queries_keys(tokens) + shape.product(tokens, tokens)
+        again = shape.product(tokens, tokens)  # the plain implementation looks at the map in a pass of its own
         if self.attention == "precise":
             rest = shape.plain(left)
             return Cost(paper=look + paper_match + rest, run=look + run_match + rest)
         if self.attention == "previous":
-            plain = shape.plain(tokens)
-            return Cost(paper=plain + paper_match, run=plain + shape.product(tokens, tokens) + run_match)
-        rest = shape.norm(left) + shape.values(left) + shape.project(left) + shape.mlp_branch(left)
+            rest = shape.plain(tokens)
+            return Cost(paper=rest + paper_match, run=rest + again + run_match)
+        rest = shape.project(left) + shape.mlp_branch(left)
+        if self.attention == "exact":
+            rest += look + shape.values(tokens) + shape.product(tokens, tokens)
+            return Cost(paper=rest + paper_match, run=rest + again + run_match)
+        rest += look + shape.norm(left) + shape.values(left)
         # The paper multiplies the fused M x M map with the values; we attend over N x N, after one look at it.
         return Cost(
-            paper=look + paper_match + shape.product(left, left) + rest,
-            run=look + run_match + 2 * shape.product(tokens, tokens) + rest,
+            paper=rest + paper_match + shape.product(left, left),
+            run=rest + run_match + 2 * shape.product(tokens, tokens),
         )
 
 
 @dataclass(frozen=True)
-class Fusion:
-    """Tokens after pooling (x: B M C, sizes: B M) and how they came about (weights: B N)."""
+class MCTFExact(MCTF):
+    """MCTF with exact attention, informed by the class token too: fewer launches and closer to the plain model."""
 
-    x: Tensor
-    sizes: Tensor
-    weights: Tensor
-    assignment: Assignment
+    attention: str = "exact"
+    informativeness: str = "auto"
+
+    name: ClassVar[str] = "mctf_exact"
+    summary: ClassVar[str] = "MCTF that attends before it fuses: nothing approximated, one pass over q and k"
 
 
 def _largest_rows(full_map: Tensor, values: Tensor, assignment: Assignment) -> Tensor:

@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core import attention, criteria, matching
+from .. import kernels
+from ..core import criteria, matching
 from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost, split_product, unprotected_product
 from .base import BlockOps, Step
@@ -29,22 +30,25 @@ class ToMe:
     summary: ClassVar[str] = "Token Merging (ICLR 2023): one-way matching of keys, between attention and MLP"
     min_tokens: ClassVar[int] = 0
 
+    def check(self, *, protected: int) -> None:
+        """ToMe fits every model."""
+
     def default_blocks(self, depth: int) -> range:
         return range(depth)
 
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, *, r: int, protected: int) -> Step:
         """Plain attention on all N tokens, then fusion, then the MLP on the M that remain."""
-        bias = attention.size_bias(sizes, x) if self.proportional else None
+        key_sizes = sizes if self.proportional else None
         if r == 0:
-            return Step(block.plain(x, bias), sizes)
+            return Step(block.plain(x, key_sizes), sizes)
         h = block.norm1(x)
         q, k, v = block.queries_keys_values(h)
-        context = attention.attend(q, k, v, bias=bias, scale=block.scale, dropout=block.attention_dropout)
-        x = block.add_attention(x, context, h)
+        context = kernels.attend(q, k, v, sizes=key_sizes, scale=block.scale, dropout=block.attention_dropout)
+        x = block.add_attention(x, block.finish_context(context, h))
 
         assignment = _match_keys(k, r, protected)
         weights = x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes
-        x = block.add_mlp(assignment.pool(x, weights))
+        x = block.add_mlp(kernels.pool(x, weights, assignment))
         return Step(x, assignment.total(weights), assignment)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MctfError, did_you_mean
+from .pretrained import pretrained_options
 
 
 def check_name(name: str) -> None:
@@ -44,7 +45,7 @@ def load_model(name: str, *, weights: Path | None = None, image_size: tuple[int,
         load_weights(model, weights)
         return model
     try:
-        return create(name, image_size=image_size, pretrained=True)
+        return create(name, image_size=image_size, **pretrained_options(name))
     except MctfError:
         raise
     except Exception as failure:  # network, hub and cache errors share no base class

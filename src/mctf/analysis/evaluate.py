@@ -1,0 +1,154 @@
+"""Accuracy, fidelity and speed of one model under several settings, measured side by side in one pass.
+
+Every batch goes through the plain model and then through each setting, so that all rows see the same images and
+the same moods of the machine.
+
+Axes: B images, 3 H W.
+"""
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from ..api import fuse
+from ..core.schedule import ReductionSpec
+from ..data import Batch
+from ..errors import MctfError
+from .fidelity import Fidelity, Output, average, compare
+from .plan import Plan, plan
+from .throughput import Pace
+
+BASE = "base"  # the method of a row that shows the plain model without having been asked for r = 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to fuse the model, as `mctf.fuse` takes it. r = 0 stands for the plain model."""
+
+    method: str = "mctf"
+    r: ReductionSpec = 16
+    blocks: tuple[int, ...] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.r == 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting measured: percentages from 0 to 100, None where unknown. `Fidelity` says what they mean."""
+
+    r: ReductionSpec
+    method: str
+    top1: float | None
+    top5: float | None
+    agreement: float | None
+    kl: float | None
+    class_cosine: float | None
+    gflops: float
+    images_per_second: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One row a setting; the plain model's comes before them unless r = 0 shows it. notes: what to know of them."""
+
+    images: int
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+
+@torch.inference_mode()
+def evaluate(model: nn.Module, batches: Iterable[Batch], settings: Sequence[Setting]) -> Evaluation:
+    """Run an unfused model plain and under every setting over all batches, on the device and in the dtype it has.
+
+    The model is not changed: each setting has a copy of its own that shares the weights.
+    """
+    base = Setting(r=0)
+    plain, *contenders = [_Contender.of(model, setting) for setting in (base, *settings)]
+    contenders = [plain if setting.is_plain else each for setting, each in zip(settings, contenders, strict=True)]
+    weight = next(model.parameters())
+    classifies = getattr(model, "num_classes", 0) > 0
+    size = None
+    for batch in batches:
+        pixels = batch.pixels.to(weight.device, weight.dtype)
+        size = (pixels.shape[2], pixels.shape[3])
+        _measure(list(dict.fromkeys([plain, *contenders])), pixels, batch.labels, classifies)
+    if size is None:
+        raise MctfError("there are no images to evaluate: give at least one batch")
+    plans = [plan(model, r=each.r, blocks=each.blocks, method=each.method, image_size=size) for each in settings]
+    rows = [_row(setting.method, each, made) for setting, each, made in zip(settings, contenders, plans, strict=True)]
+    if plain not in contenders:
+        rows.insert(0, _row(BASE, plain, plan(model, r=0, image_size=size)))
+    return Evaluation(plain.images, tuple(rows), _notes(plans, classifies))
+
+
+@dataclass(eq=False)
+class _Contender:
+    """A model under one setting, with what was seen of it."""
+
+    model: nn.Module
+    pace: Pace = field(default_factory=Pace)
+    seen: list[tuple[int, Fidelity]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module, setting: Setting) -> "_Contender":
+        """Every setting is fused, so that all of them are checked; r = 0 is then run as the plain model itself."""
+        fused = fuse(_copy_sharing_weights(model), setting.method, r=setting.r, blocks=setting.blocks)
+        return cls((_copy_sharing_weights(model) if setting.is_plain else fused).eval())
+
+    @property
+    def images(self) -> int:
+        return sum(images for images, _ in self.seen)
+
+    def run(self, pixels: Tensor) -> Output:
+        """The model's forward pass, timed, and then what its classifier has read."""
+        model = self.model
+
+        def forward() -> tuple[Tensor, Tensor]:
+            tokens = model.forward_features(pixels)  # type: ignore[operator]
+            return tokens, model.forward_head(tokens)  # type: ignore[operator]
+
+        tokens, logits = self.pace.run(forward, images=len(pixels), device=pixels.device)
+        if not logits.isfinite().all():
+            raise MctfError(f"the model gives infinite or undefined numbers in {pixels.dtype}: use float32 or bfloat16")
+        return Output(logits, model.forward_head(tokens, pre_logits=True))  # type: ignore[operator]
+
+
+def _copy_sharing_weights(model: nn.Module) -> nn.Module:
+    """Modules of its own around the same tensors."""
+    tensors = chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def _measure(contenders: Sequence[_Contender], pixels: Tensor, labels: Tensor | None, classifies: bool) -> None:
+    """One batch through all of them; the first is what the others are compared with."""
+    reference = contenders[0].run(pixels)
+    for contender in contenders:
+        output = reference if contender is contenders[0] else contender.run(pixels)
+        contender.seen.append((len(pixels), compare(output, reference, labels, classifies=classifies)))
+
+
+def _row(method: str, contender: _Contender, made: Plan) -> Row:
+    return Row(
+        r=made.r,
+        method=method,
+        **asdict(average(contender.seen)),
+        gflops=made.gflops,
+        images_per_second=contender.pace.images_per_second,
+    )
+
+
+def _notes(plans: Sequence[Plan], classifies: bool) -> tuple[str, ...]:
+    notes = [
+        f"{each.method} r={each.r} is capped in {len(each.notes)} blocks where tokens run out; `mctf plan` shows them"
+        for each in plans
+        if each.notes
+    ]
+    if not classifies:
+        notes.append("the model has no classifier: agreement, KL and accuracy are unknown")
+    return tuple(notes)

@@ -1,0 +1,101 @@
+"""The class index of every image, from the name of the folder it lies in."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import MctfError
+from .files import ImageFiles
+
+IMAGENET_CLASSES = 1000
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What is known of the classes.
+
+    indices: one class index an image, None where they are unknown. notes: what the user should know about them.
+    """
+
+    indices: tuple[int, ...] | None
+    notes: tuple[str, ...] = ()
+
+
+def find_labels(images: ImageFiles, *, num_classes: int, table: Path | None = None) -> Labels:
+    """Labels for a model of `num_classes` classes.
+
+    table: a TSV file of index, folder name and human name. Without one, folders named by ImageNet's wnids have
+    ImageNet's order, and as many folders as classes have the order of their names; otherwise nothing is known.
+    """
+    known = None if table is None else read_classes(table, num_classes=num_classes)
+    if images.folders is None:
+        return Labels(None, ("the images lie in no class folders, so accuracy is unknown",))
+    if known is not None:
+        return Labels(_look_up(images.folders, known, images.path, table), _coverage(known, num_classes, table))
+    folders = sorted(set(images.folders))
+    imagenet = _imagenet_order(folders, num_classes)
+    if imagenet is not None:
+        return Labels(tuple(imagenet[folder] for folder in images.folders))
+    if len(folders) == num_classes:
+        order = {folder: index for index, folder in enumerate(folders)}
+        return Labels(tuple(order[folder] for folder in images.folders), ("classes are numbered by folder name",))
+    note = (
+        f"accuracy is unknown: {len(folders)} class folders cannot be told apart among the model's {num_classes} "
+        "classes without a table of them (--classes)"
+    )
+    return Labels(None, (note,))
+
+
+def read_classes(path: Path, *, num_classes: int) -> dict[str, int]:
+    """Class index by folder name, from a TSV file; raises MctfError where it is malformed or of another model."""
+    if not path.is_file():
+        raise MctfError(f"there is no class table {path}: expected lines of index, folder and name between tabs")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError:
+        raise MctfError(f"{path} is no UTF-8 text: expected lines of index, folder and name between tabs") from None
+    known: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        index, folder = _read_line(line, f"line {number} of {path}")
+        if folder in known:
+            raise MctfError(f"line {number} of {path} names {folder!r} again: give every folder one line")
+        if index >= num_classes:
+            raise MctfError(f"{path} has class {index}, but the model has {num_classes} classes: use the model's table")
+        known[folder] = index
+    if not known:
+        raise MctfError(f"{path} is empty: expected lines of index, folder and name between tabs")
+    return known
+
+
+def _read_line(line: str, place: str) -> tuple[int, str]:
+    fields = [field.strip() for field in line.split("\t")]
+    if len(fields) < 2 or not fields[0].isdecimal() or not fields[1]:
+        raise MctfError(f"{place} is {line[:60]!r}: expected index, folder and name between tabs")
+    return int(fields[0]), fields[1]
+
+
+def _look_up(folders: Iterable[str], known: dict[str, int], place: Path, table: Path | None) -> tuple[int, ...]:
+    indices = []
+    for folder in folders:
+        if folder not in known:
+            raise MctfError(f"class folder {folder!r} of {place} is not in {table}: add a line for it there")
+        indices.append(known[folder])
+    return tuple(indices)
+
+
+def _coverage(known: dict[str, int], num_classes: int, table: Path | None) -> tuple[str, ...]:
+    """A note where the table may be of another model with more or fewer classes."""
+    count = len(set(known.values()))
+    return () if count == num_classes else (f"{table} describes {count} of the model's {num_classes} classes",)
+
+
+def _imagenet_order(folders: Iterable[str], num_classes: int) -> dict[str, int] | None:
+    """ImageNet's class index by wnid, if all folders are such and the model has as many classes."""
+    if num_classes != IMAGENET_CLASSES:
+        return None
+    from timm.data import ImageNetInfo
+
+    order = {wnid: index for index, wnid in enumerate(ImageNetInfo("imagenet-1k").label_names())}
+    return order if all(folder in order for folder in folders) else None

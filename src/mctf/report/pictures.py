@@ -1,0 +1,117 @@
+"""A picture of one image after fusion: patches that became one token share a colour and a border.
+
+As in the paper's figure of fused tokens: the patches of one token carry their mean colour, and a border in the
+token's own colour runs wherever another token begins. Patches still alone keep their pixels.
+
+Axes: rows and columns of patches; H and W pixels.
+"""
+
+import colorsys
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from PIL import Image
+
+from ..errors import MctfError
+
+# Steps of a two-dimensional low-discrepancy sequence (powers of the inverse plastic number): hues of neighbouring
+# patches lie far apart whatever the number of columns.
+_HUE_A_ROW = 0.7548776662466927
+_HUE_A_COLUMN = 0.5698402909980532
+
+_SEAM = 0.72  # how much light a thin line between two unfused patches leaves
+
+
+def patch_grid(patches: int, *, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of the square patches that cover an image; raises MctfError where none do."""
+    side = math.sqrt(height * width / patches) if patches > 0 else math.inf
+    rows, columns = round(height / side), round(width / side)
+    if rows * columns != patches:
+        raise MctfError(f"{patches} patches form no grid of squares over a {height}x{width} image")
+    return rows, columns
+
+
+def group_colour(row: int, column: int) -> tuple[int, int, int]:
+    """The colour of a fused token whose first patch lies here; strong, and unlike that of nearby groups."""
+    hue = (row * _HUE_A_ROW + column * _HUE_A_COLUMN) % 1
+    saturation, value = ((0.95, 1.0), (0.65, 1.0), (0.9, 0.8))[(row + column) % 3]
+    red, green, blue = colorsys.hsv_to_rgb(hue, saturation, value)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def fused_picture(image: Image.Image, slots: ArrayLike, *, grid: tuple[int, int], scale: int = 3) -> Image.Image:
+    """The image with every fused group of patches in its mean colour and inside its own border.
+
+    slots: the token of each patch, row by row: a source map without its prefix tokens.
+    grid: rows and columns of patches. scale: pixels of the picture a pixel of the image.
+
+    A group's colour follows from the place of its first patch, so it stays the same from block to block for as
+    long as that patch leads the group.
+    """
+    groups = _Groups.of(slots, grid)
+    image = image.convert("RGB")
+    large = image.resize((image.width * scale, image.height * scale), Image.Resampling.LANCZOS)
+    pixels = np.asarray(large)
+    labels = groups.labels(large.height, large.width)
+    fused = groups.fused[labels]
+
+    picture = np.where(fused[..., None], groups.mean_colours(np.asarray(image))[labels], pixels)
+    thickness = max(1, min(large.height // grid[0], large.width // grid[1]) // 14)
+    border = fused & _near_another(labels, thickness)
+    seam = ~fused & _near_another(labels, 1)
+    picture = np.where(seam[..., None], picture * _SEAM, picture)
+    picture = np.where(border[..., None], groups.colours()[labels], picture)
+    return Image.fromarray(picture.round().astype(np.uint8))
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Patches numbered by group.
+
+    index: rows x columns, the group of each patch, 0 … groups - 1. first: the first patch of each group.
+    fused: whether a group has more than one patch.
+    """
+
+    index: NDArray[Any]
+    first: NDArray[Any]
+    fused: NDArray[Any]
+
+    @classmethod
+    def of(cls, slots: ArrayLike, grid: tuple[int, int]) -> "_Groups":
+        flat = np.asarray(slots)
+        if flat.shape != (grid[0] * grid[1],):
+            raise MctfError(f"expected one slot for each of {grid[0]}x{grid[1]} patches, got shape {flat.shape}")
+        _, first, index, counts = np.unique(flat, return_index=True, return_inverse=True, return_counts=True)
+        return cls(index.reshape(grid), first, counts > 1)
+
+    def labels(self, height: int, width: int) -> NDArray[Any]:
+        """The group of every pixel, H W."""
+        rows, columns = self.index.shape
+        row = np.arange(height) * rows // height
+        column = np.arange(width) * columns // width
+        return self.index[row[:, None], column]
+
+    def mean_colours(self, pixels: NDArray[Any]) -> NDArray[Any]:
+        """Mean colour of each group over the pixels (H W 3) of all its patches: groups x 3."""
+        labels = self.labels(*pixels.shape[:2]).ravel()
+        sums = [np.bincount(labels, weights=channel, minlength=len(self.first)) for channel in pixels.reshape(-1, 3).T]
+        return np.stack(sums, axis=1) / np.bincount(labels, minlength=len(self.first))[:, None]
+
+    def colours(self) -> NDArray[Any]:
+        """Border colour of each group: groups x 3."""
+        columns = self.index.shape[1]
+        return np.array([group_colour(*divmod(int(patch), columns)) for patch in self.first])
+
+
+def _near_another(labels: NDArray[Any], distance: int) -> NDArray[Any]:
+    """Pixels with one of another group, or the picture's edge, within this distance in any of eight directions."""
+    height, width = labels.shape
+    padded = np.pad(labels, distance, constant_values=-1)
+    result = np.zeros(labels.shape, dtype=bool)
+    for down in (0, distance, 2 * distance):
+        for right in (0, distance, 2 * distance):
+            result |= padded[down : down + height, right : right + width] != labels
+    return result

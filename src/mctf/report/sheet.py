@@ -1,0 +1,78 @@
+"""A sheet of captioned pictures, one row an image, written to a file all at once or not at all."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from ..errors import MctfError
+
+_PAPER = (255, 255, 255)
+_INK = (38, 38, 44)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture and the line under it."""
+
+    picture: Image.Image
+    caption: str
+
+
+def make_sheet(rows: Sequence[Sequence[Panel]]) -> Image.Image:
+    """The panels side by side, row under row, captions centred below; columns as wide as their widest picture."""
+    if not rows or not all(rows):
+        raise MctfError("a sheet needs at least one picture in every row")
+    widths = [max(row[i].picture.width for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    heights = [max(panel.picture.height for panel in row) for row in rows]
+    font = _font([panel for row in rows for panel in row])
+    line = round(font.size * 1.9)
+    gap = max(6, min(widths) // 28)
+
+    canvas = Image.new("RGB", (sum(widths) + gap * (len(widths) + 1), sum(heights) + (gap + line) * len(rows)), _PAPER)
+    draw = ImageDraw.Draw(canvas)
+    top = gap
+    for row, height in zip(rows, heights, strict=True):
+        left = gap
+        for panel, width in zip(row, widths, strict=False):
+            canvas.paste(panel.picture, (left + (width - panel.picture.width) // 2, top))
+            draw.text((left + width / 2, top + height + line / 2), panel.caption, fill=_INK, font=font, anchor="mm")
+            left += width + gap
+        top += height + line + gap
+    return canvas
+
+
+def _font(panels: Sequence[Panel]) -> ImageFont.FreeTypeFont:
+    """Pillow's own font, as large as suits the pictures and lets every caption fit under its own."""
+    size = max(9, min(panel.picture.width for panel in panels) // 15)
+    while size > 6:
+        font = ImageFont.load_default(size=size)
+        if all(font.getlength(panel.caption) <= panel.picture.width for panel in panels):
+            break
+        size -= 1
+    return ImageFont.load_default(size=size)  # type: ignore[return-value]
+
+
+def check_output(path: Path) -> None:
+    """Raise MctfError unless a picture can be written here: a .png name in a folder that exists."""
+    if path.suffix.lower() != ".png":
+        raise MctfError(f"the picture is a PNG: name it {path.with_suffix('.png').name}, not {path.name}")
+    if not path.parent.is_dir():
+        raise MctfError(f"there is no folder {path.parent} to write {path.name} into: make it first")
+    if path.is_dir():
+        raise MctfError(f"{path} is a folder: name a file inside it")
+
+
+def write_png(picture: Image.Image, path: Path) -> None:
+    """Write under a temporary name and then rename: readers see the old file or the whole new one."""
+    check_output(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        picture.save(temporary, format="PNG", optimize=True)
+        os.replace(temporary, path)
+    except OSError as failure:
+        raise MctfError(f"{path} cannot be written: {failure.strerror or failure}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
