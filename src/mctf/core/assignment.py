@@ -18,10 +18,13 @@ class Assignment:
 
     slots: B N, int64, values in 0 .. count - 1; every slot is used by at least one token of its image.
     count: M, the number of slots, the same for all images of the batch.
+    order, start: B N and B M+1, int32, where they are known: tokens sorted by slot, and where each slot begins.
     """
 
     slots: Tensor
     count: int
+    order: Tensor | None = None
+    start: Tensor | None = None
 
     def total(self, values: Tensor) -> Tensor:
         """Sum of the values (B N) in each slot: B M."""

@@ -15,7 +15,6 @@ from timm.models.vision_transformer import Block, ResPostBlock, VisionTransforme
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..core.attention import size_bias
 from ..core.cost import NORM, BlockShape
 from ..errors import MctfError
 from .base import Architecture
@@ -93,8 +92,8 @@ class PreNormOps:
         attn = self.block.attn
         return attn.attn_drop.p if attn.training else 0.0
 
-    def plain(self, x: Tensor, sizes: Tensor | None) -> Tensor:
-        return self.block(x) if sizes is None else self.block(x, attn_mask=size_bias(sizes, x))
+    def plain(self, x: Tensor) -> Tensor:
+        return self.block(x)
 
     def norm1(self, x: Tensor) -> Tensor:
         return self.block.norm1(x)

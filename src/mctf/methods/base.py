@@ -6,6 +6,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from .. import kernels
 from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost
 
@@ -21,8 +22,8 @@ class BlockOps(Protocol):
     def scale(self) -> float: ...
     @property
     def attention_dropout(self) -> float: ...
-    def plain(self, x: Tensor, sizes: Tensor | None) -> Tensor:
-        """The host's block as it is, its attention proportional to `sizes` (B N) where they are given."""
+    def plain(self, x: Tensor) -> Tensor:
+        """The host's block as it is."""
 
     def norm1(self, x: Tensor) -> Tensor:
         """What attention reads."""
@@ -48,6 +49,16 @@ class BlockOps(Protocol):
 
     def add_mlp(self, x: Tensor) -> Tensor:
         """x plus the MLP branch with its norm, LayerScale and drop-path."""
+
+
+def run_unfused(block: BlockOps, x: Tensor, sizes: Tensor | None) -> Tensor:
+    """A block on the tokens as they are, its attention proportional to `sizes` (B N) where they are given."""
+    if sizes is None:
+        return block.plain(x)
+    h = block.norm1(x)
+    q, k, v = block.queries_keys_values(h)
+    context = kernels.attend(q, k, v, sizes=sizes, scale=block.scale, dropout=block.attention_dropout)
+    return block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from .. import kernels
 from ..core import attention
 from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost, split_product, unprotected_product
-from ..core.criteria import Criteria
+from ..core.criteria import TINY, Criteria
 from ..errors import MctfError, did_you_mean
-from .base import BlockOps, Step
+from .base import BlockOps, Step, run_unfused
 
 _CHOICES = {
     "pooling": ("attention", "size", "mean", "max"),
@@ -87,7 +87,7 @@ class MCTF:
 
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, *, r: int, protected: int) -> Step:
         if r == 0:
-            return Step(block.plain(x, self._seen(sizes)), sizes)
+            return Step(run_unfused(block, x, self._seen(sizes)), sizes)
         variants = {"precise": self._precise, "previous": self._previous, "exact": self._exact}
         return variants.get(self.attention, self._ahead)(block, x, sizes, r, protected)
 
@@ -138,7 +138,7 @@ class MCTF:
         assignment = self._match(x, a, sizes, r, protected)
         weights, counts = self._weights(a, sizes)
         x, sizes = self._pool(x, weights, assignment), assignment.total(counts)
-        return Step(block.plain(x, self._seen(sizes)) if then_run else x, sizes, assignment, a)
+        return Step(run_unfused(block, x, self._seen(sizes)) if then_run else x, sizes, assignment, a)
 
     def _seen(self, sizes: Tensor | None) -> Tensor | None:
         """The sizes attention is proportional to."""
@@ -172,6 +172,7 @@ class MCTF:
         """Pooling weights and sizes of the tokens before fusion, both B N."""
         counts = torch.ones_like(a) if sizes is None else sizes
         if self.pooling == "attention":
+            a = a.clamp_min(TINY)  # tokens nobody attends to still have a mean
             return (a if sizes is None else a * sizes), counts
         return (counts if self.pooling == "size" else torch.ones_like(a)), counts
 

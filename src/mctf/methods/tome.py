@@ -14,7 +14,7 @@ from .. import kernels
 from ..core import criteria, matching
 from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost, split_product, unprotected_product
-from .base import BlockOps, Step
+from .base import BlockOps, Step, run_unfused
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ToMe:
         """Plain attention on all N tokens, then fusion, then the MLP on the M that remain."""
         key_sizes = sizes if self.proportional else None
         if r == 0:
-            return Step(block.plain(x, key_sizes), sizes)
+            return Step(run_unfused(block, x, key_sizes), sizes)
         h = block.norm1(x)
         q, k, v = block.queries_keys_values(h)
         context = kernels.attend(q, k, v, sizes=key_sizes, scale=block.scale, dropout=block.attention_dropout)

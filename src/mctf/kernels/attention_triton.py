@@ -1,0 +1,208 @@
+"""Attention, and the attention each token receives, in one pass over q and k: Triton twin of `core.attention`.
+
+One program holds all keys of one head of one image, walks over the query rows, and needs no second pass: a row's
+softmax is complete before it is used, so its weights can be added up by column on the way. Keys are held in up to
+three tiles (197 = 128 + 64 + 16 rather than 256): exponentials are what the kernel spends its time on.
+
+Axes: B images, H heads, N tokens, M slots, D channels a head.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_rows(pointer, rows, channels, row_stride, count, D: tl.constexpr, DIM: tl.constexpr):
+    """A tile of rows, 0 beyond the last row or channel."""
+    keep = rows[:, None] < count
+    if D != DIM:
+        keep = keep & (channels[None, :] < DIM)
+    return tl.load(pointer + rows[:, None] * row_stride + channels[None, :], mask=keep, other=0.0)
+
+
+@triton.jit
+def _load_bias(sizes_pointer, rows, count, HAS_SIZES: tl.constexpr):
+    """log2(size) of each key, -inf beyond the last: B N."""
+    if HAS_SIZES:
+        bias = tl.log2(tl.load(sizes_pointer + rows, mask=rows < count, other=1.0))
+    else:
+        bias = tl.zeros(rows.shape, tl.float32)
+    return tl.where(rows < count, bias, float("-inf"))
+
+
+@triton.jit
+def _load_values(
+    pointer, slots_pointer, rows, channels, row_stride, count, SPREAD: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr
+):
+    """Values of a tile of keys; spread values are read through the slot of each key."""
+    source = rows
+    if SPREAD:
+        source = tl.load(slots_pointer + rows, mask=rows < count, other=0)
+    keep = rows[:, None] < count
+    if D != DIM:
+        keep = keep & (channels[None, :] < DIM)
+    return tl.load(pointer + source[:, None] * row_stride + channels[None, :], mask=keep, other=0.0)
+
+
+@triton.jit
+def _store_context(out, context, image, head, rows, channels, tokens, heads, D: tl.constexpr, DIM: tl.constexpr):
+    """A tile of rows of one head into B N (H D)."""
+    keep = rows[:, None] < tokens
+    if D != DIM:
+        keep = keep & (channels[None, :] < DIM)
+    target = out + ((image * tokens + rows[:, None]) * heads + head) * DIM + channels[None, :]
+    tl.store(target, context.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def attention_kernel(
+    q, k, v, sizes, slots, out, received,
+    tokens, heads, scale_log2, row_weight, first_row_weight,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    HAS_SIZES: tl.constexpr, SPREAD: tl.constexpr, OUTPUT: tl.constexpr, LOOK: tl.constexpr,
+    ROWS: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
+    D: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One head of one image: out (B N H*D) and received (B H N), the weighted column sum of its attention."""
+    program = tl.program_id(0).to(tl.int64)
+    image, head = program // heads, program % heads
+    q += image * q_b + head * q_h
+    k += image * k_b + head * k_h
+    v += image * v_b + head * v_h
+    sizes += image * tokens
+    slots += image * tokens
+    channels = tl.arange(0, D)
+    keys1 = tl.arange(0, T1)
+    keys2 = T1 + tl.arange(0, T2 if T2 > 0 else 16)
+    keys3 = T1 + T2 + tl.arange(0, T3 if T3 > 0 else 16)
+
+    k1 = tl.trans(_load_rows(k, keys1, channels, k_n, tokens, D, DIM))
+    bias1 = _load_bias(sizes, keys1, tokens, HAS_SIZES)
+    received1 = tl.zeros([T1], tl.float32)
+    if OUTPUT:
+        v1 = _load_values(v, slots, keys1, channels, v_n, tokens, SPREAD, D, DIM)
+    if T2 > 0:
+        k2 = tl.trans(_load_rows(k, keys2, channels, k_n, tokens, D, DIM))
+        bias2 = _load_bias(sizes, keys2, tokens, HAS_SIZES)
+        received2 = tl.zeros([T2], tl.float32)
+        if OUTPUT:
+            v2 = _load_values(v, slots, keys2, channels, v_n, tokens, SPREAD, D, DIM)
+    if T3 > 0:
+        k3 = tl.trans(_load_rows(k, keys3, channels, k_n, tokens, D, DIM))
+        bias3 = _load_bias(sizes, keys3, tokens, HAS_SIZES)
+        received3 = tl.zeros([T3], tl.float32)
+        if OUTPUT:
+            v3 = _load_values(v, slots, keys3, channels, v_n, tokens, SPREAD, D, DIM)
+
+    for start in range(0, tokens, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        query = _load_rows(q, rows, channels, q_n, tokens, D, DIM)
+        p1 = tl.dot(query, k1, input_precision=PRECISION) * scale_log2 + bias1[None, :]
+        top = tl.max(p1, 1)
+        if T2 > 0:
+            p2 = tl.dot(query, k2, input_precision=PRECISION) * scale_log2 + bias2[None, :]
+            top = tl.maximum(top, tl.max(p2, 1))
+        if T3 > 0:
+            p3 = tl.dot(query, k3, input_precision=PRECISION) * scale_log2 + bias3[None, :]
+            top = tl.maximum(top, tl.max(p3, 1))
+        p1 = tl.exp2(p1 - top[:, None])
+        mass = tl.sum(p1, 1)
+        if T2 > 0:
+            p2 = tl.exp2(p2 - top[:, None])
+            mass += tl.sum(p2, 1)
+        if T3 > 0:
+            p3 = tl.exp2(p3 - top[:, None])
+            mass += tl.sum(p3, 1)
+        if OUTPUT:
+            context = tl.dot(p1.to(v1.dtype), v1, input_precision=PRECISION)
+            if T2 > 0:
+                context = tl.dot(p2.to(v1.dtype), v2, context, input_precision=PRECISION)
+            if T3 > 0:
+                context = tl.dot(p3.to(v1.dtype), v3, context, input_precision=PRECISION)
+            _store_context(out, context / mass[:, None], image, head, rows, channels, tokens, heads, D, DIM)
+        if LOOK:
+            share = tl.where(rows == 0, row_weight + first_row_weight, row_weight) / mass
+            share = tl.where(rows < tokens, share, 0.0)
+            received1 += tl.sum(p1 * share[:, None], 0)
+            if T2 > 0:
+                received2 += tl.sum(p2 * share[:, None], 0)
+            if T3 > 0:
+                received3 += tl.sum(p3 * share[:, None], 0)
+
+    if LOOK:
+        received += program * tokens
+        tl.store(received + keys1, received1, mask=keys1 < tokens)
+        if T2 > 0:
+            tl.store(received + keys2, received2, mask=keys2 < tokens)
+        if T3 > 0:
+            tl.store(received + keys3, received3, mask=keys3 < tokens)
+
+
+@triton.jit
+def long_attention_kernel(
+    q, k, v, sizes, slots, out, normaliser,
+    tokens, heads, scale_log2,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    HAS_SIZES: tl.constexpr, SPREAD: tl.constexpr, OUTPUT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one head, keys tile by tile: out (B N H*D) and normaliser (B H N), log2 of each row's sum."""
+    program = tl.program_id(1).to(tl.int64)
+    image, head = program // heads, program % heads
+    q += image * q_b + head * q_h
+    k += image * k_b + head * k_h
+    v += image * v_b + head * v_h
+    sizes += image * tokens
+    slots += image * tokens
+    channels = tl.arange(0, D)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    query = _load_rows(q, rows, channels, q_n, tokens, D, DIM)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    context = tl.zeros([ROWS, D], tl.float32)
+    for start in range(0, tokens, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        key = tl.trans(_load_rows(k, keys, channels, k_n, tokens, D, DIM))
+        bias = _load_bias(sizes, keys, tokens, HAS_SIZES)
+        p = tl.dot(query, key, input_precision=PRECISION) * scale_log2 + bias[None, :]
+        new_top = tl.maximum(top, tl.max(p, 1))
+        shrink = tl.exp2(top - new_top)
+        p = tl.exp2(p - new_top[:, None])
+        mass = mass * shrink + tl.sum(p, 1)
+        top = new_top
+        if OUTPUT:
+            value = _load_values(v, slots, keys, channels, v_n, tokens, SPREAD, D, DIM)
+            context = tl.dot(p.to(value.dtype), value, context * shrink[:, None], input_precision=PRECISION)
+    tl.store(normaliser + program * tokens + rows, top + tl.log2(mass), mask=rows < tokens)
+    if OUTPUT:
+        _store_context(out, context / mass[:, None], image, head, rows, channels, tokens, heads, D, DIM)
+
+
+@triton.jit
+def long_received_kernel(
+    q, k, sizes, normaliser, received,
+    tokens, heads, scale_log2, row_weight, first_row_weight,
+    q_b, q_h, q_n, k_b, k_h, k_n,
+    HAS_SIZES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    D: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention received by some keys of one head, query rows tile by tile: received (B H N)."""
+    program = tl.program_id(1).to(tl.int64)
+    image, head = program // heads, program % heads
+    q += image * q_b + head * q_h
+    k += image * k_b + head * k_h
+    normaliser += program * tokens
+    channels = tl.arange(0, D)
+    keys = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    key = _load_rows(k, keys, channels, k_n, tokens, D, DIM)
+    bias = _load_bias(sizes + image * tokens, keys, tokens, HAS_SIZES)
+    total = tl.zeros([KEYS], tl.float32)
+    for start in range(0, tokens, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        query = tl.trans(_load_rows(q, rows, channels, q_n, tokens, D, DIM))
+        # beyond the last row the normaliser is +inf, which makes the weight 0
+        level = tl.load(normaliser + rows, mask=rows < tokens, other=float("inf"))
+        p = tl.dot(key, query, input_precision=PRECISION) * scale_log2 + bias[:, None]
+        weight = tl.where(rows == 0, row_weight + first_row_weight, row_weight)
+        total += tl.sum(tl.exp2(p - level[None, :]) * weight[None, :], 1)
+    tl.store(received + program * tokens + keys, total, mask=keys < tokens)

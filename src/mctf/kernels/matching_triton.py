@@ -1,0 +1,114 @@
+"""Scores, both matching directions and output slots of one image in one program: Triton twin of `core.matching`.
+
+The score matrix (at most 128 x 128) never leaves the program's registers. Ranks come from counting larger values
+pair by pair: at this size that beats a sort, and equal values fall by index as in the plain version.
+
+Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, C channels.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rank(values, places, size: tl.constexpr):
+    """Place of each value from large to small, equal values by index; needs `values` finite or -inf."""
+    mine, other = values[:, None], values[None, :]
+    ahead = (other > mine) | ((other == mine) & (places[None, :] < places[:, None]))
+    return tl.sum(ahead.to(tl.int32), 1)
+
+
+@triton.jit
+def _look_up(table, index, places):
+    """table[index] for vectors, by comparing every pair."""
+    return tl.sum(tl.where(index[:, None] == places[None, :], table[None, :], 0), 1)
+
+
+@triton.jit
+def _isolation(informativeness, sizes, where, keep, tau_info, tau_size, HAS_SIZES: tl.constexpr):
+    """a^-tau_info * s^-tau_size of some tokens."""
+    exponent = -tau_info * tl.log2(tl.maximum(tl.load(informativeness + where, mask=keep, other=1.0), 1e-30))
+    if HAS_SIZES:
+        exponent -= tau_size * tl.log2(tl.load(sizes + where, mask=keep, other=1.0))
+    return tl.exp2(exponent)
+
+
+@triton.jit
+def matching_kernel(
+    x, informativeness, sizes, slots, order, start,
+    tokens, channels, r, forth, protected, tau_sim, tau_info, tau_size, x_b, x_n,
+    HAS_SIZES: tl.constexpr, POWER: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, PROTECTED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """slots (B N); order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`."""
+    image = tl.program_id(0).to(tl.int64)
+    x += image * x_b
+    informativeness += image * tokens
+    sizes += image * tokens
+    alpha_places, beta_places = tl.arange(0, A), tl.arange(0, B)
+    alpha_tokens = protected + protected % 2 + 2 * alpha_places
+    beta_tokens = protected + 1 - protected % 2 + 2 * beta_places
+    is_alpha, is_beta = alpha_tokens < tokens, beta_tokens < tokens
+    alphas = tl.sum(is_alpha.to(tl.int32), 0)
+
+    # 1. attraction of every pair
+    product = tl.zeros([A, B], tl.float32)
+    alpha_square, beta_square = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
+    for first in range(0, channels, CHUNK):
+        column = first + tl.arange(0, CHUNK)
+        inside = column[None, :] < channels
+        xa = tl.load(x + alpha_tokens[:, None] * x_n + column[None, :], mask=is_alpha[:, None] & inside, other=0.0)
+        xb = tl.load(x + beta_tokens[:, None] * x_n + column[None, :], mask=is_beta[:, None] & inside, other=0.0)
+        product = tl.dot(xa, tl.trans(xb), product, input_precision=PRECISION)
+        alpha_square += tl.sum(xa.to(tl.float32) * xa.to(tl.float32), 1)
+        beta_square += tl.sum(xb.to(tl.float32) * xb.to(tl.float32), 1)
+    lengths = tl.sqrt(alpha_square)[:, None] * tl.sqrt(beta_square)[None, :]
+    scores = (product / tl.maximum(lengths, 1e-30) + 1.0) / 2.0
+    if POWER:
+        scores = tl.exp2(tau_sim * tl.log2(tl.maximum(scores, 1e-30)))
+    scores *= _isolation(informativeness, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)[:, None]
+    scores *= _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)[None, :]
+    scores = tl.where(is_alpha[:, None] & is_beta[None, :], scores, float("-inf"))
+
+    # 2. alpha to beta
+    strength, target = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
+    leaves = is_alpha & (_rank(strength, alpha_places, A) < forth)
+    kept = protected + tl.cumsum((is_alpha & (leaves == 0)).to(tl.int32), 0) - 1
+
+    # 3. beta to the remaining alpha
+    beta_slots = protected + alphas - forth + beta_places
+    if BIDIRECTIONAL:
+        back = r - forth
+        remaining = tl.where(leaves[:, None], float("-inf"), scores)
+        strength, host = tl.max(remaining, 0, return_indices=True, return_indices_tie_break_left=True)
+        rank = _rank(strength, beta_places, B)
+        beta_slots = tl.where(rank < back, _look_up(kept, host, alpha_places), rank + protected + alphas - r)
+    alpha_slots = tl.where(leaves, _look_up(beta_slots, target, beta_places), kept)
+
+    slots += image * tokens
+    tl.store(slots + alpha_tokens, alpha_slots.to(tl.int64), mask=is_alpha)
+    tl.store(slots + beta_tokens, beta_slots.to(tl.int64), mask=is_beta)
+
+    # 4. tokens sorted by slot, alpha before beta inside one
+    alpha_slots = tl.where(is_alpha, alpha_slots, 1 << 20)
+    beta_slots = tl.where(is_beta, beta_slots, 1 << 20)
+    alpha_first = protected + tl.sum((alpha_slots[None, :] < alpha_slots[:, None]).to(tl.int32), 1)
+    alpha_first += tl.sum((beta_slots[None, :] < alpha_slots[:, None]).to(tl.int32), 1)
+    beta_first = protected + tl.sum((alpha_slots[None, :] < beta_slots[:, None]).to(tl.int32), 1)
+    beta_first += tl.sum((beta_slots[None, :] < beta_slots[:, None]).to(tl.int32), 1)
+    same = (alpha_slots[None, :] == alpha_slots[:, None]) & (alpha_places[None, :] < alpha_places[:, None])
+    alpha_at = alpha_first + tl.sum(same.to(tl.int32), 1)
+    same = (beta_slots[None, :] == beta_slots[:, None]) & (beta_places[None, :] < beta_places[:, None])
+    beta_at = beta_first + tl.sum(same.to(tl.int32), 1)
+    beta_at += tl.sum((alpha_slots[None, :] == beta_slots[:, None]).to(tl.int32), 1)
+    order += image * tokens
+    start += image * (tokens - r + 1)
+    tl.store(order + alpha_at, alpha_tokens, mask=is_alpha)
+    tl.store(order + beta_at, beta_tokens, mask=is_beta)
+    tl.store(start + alpha_slots, alpha_first, mask=is_alpha)
+    tl.store(start + beta_slots, beta_first, mask=is_beta)
+    lead = tl.arange(0, PROTECTED)
+    tl.store(slots + lead, lead.to(tl.int64), mask=lead < protected)
+    tl.store(order + lead, lead, mask=lead < protected)
+    tl.store(start + lead, lead, mask=lead < protected)
+    tl.store(start + tokens - r, tokens)

@@ -1,0 +1,78 @@
+"""Pooling on the GPU: the `mctf::pool` operator, whose plain meaning is `Assignment.pool` and `Assignment.total`.
+
+Axes: B images, N tokens, M slots, C channels.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..core.assignment import Assignment
+
+
+def members(assignment: Assignment) -> tuple[Tensor, Tensor]:
+    """Tokens sorted by slot (B N) and where each slot begins there (B M+1), both int32."""
+    if assignment.order is not None and assignment.start is not None:
+        return assignment.order, assignment.start
+    order = assignment.slots.argsort(dim=1, stable=True)
+    counts = assignment.total(torch.ones_like(assignment.slots))
+    start = torch.nn.functional.pad(counts.cumsum(1), (1, 0))
+    return order.int(), start.int()
+
+
+@torch.library.custom_op("mctf::pool", mutates_args=())
+def pool(
+    x: Tensor, y: Tensor | None, weights: Tensor, sizes: Tensor | None, slots: Tensor, order: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted means of x and y (B M C) and sums of sizes (B M); empty for what is not given."""
+    from .pooling_triton import pooling_kernel
+
+    outputs = _outputs(x, y, sizes, start)
+    other = x if y is None else y
+    batch, tokens, channels = x.shape
+    count = start.shape[1] - 1
+    x_width, y_width = (1 << (tensor.shape[2] - 1).bit_length() for tensor in (x, other))
+    slots_at_once = max(1, 4096 // x_width)
+    pooling_kernel[(math.ceil(count / slots_at_once), batch)](
+        x, other, weights, weights if sizes is None else sizes, order, start, *outputs,
+        tokens, count, channels, other.shape[2], *x.stride()[:2], *other.stride()[:2],
+        HAS_Y=y is not None, HAS_SIZES=sizes is not None, SLOTS=slots_at_once, X=x_width, Y=y_width, num_warps=4,
+    )  # fmt: skip
+    return outputs
+
+
+@pool.register_fake
+def _(
+    x: Tensor, y: Tensor | None, weights: Tensor, sizes: Tensor | None, slots: Tensor, order: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(x, y, sizes, start)
+
+
+def _outputs(x: Tensor, y: Tensor | None, sizes: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    batch, count = start.shape[0], start.shape[1] - 1
+    x_out = x.new_empty(batch, count, x.shape[2])
+    y_out = x.new_empty(0) if y is None else y.new_empty(batch, count, y.shape[2])
+    return x_out, y_out, x.new_empty((0,) if sizes is None else (batch, count), dtype=torch.float32)
+
+
+def _keep_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+    _, y, weights, _, slots, _, start = inputs
+    ctx.save_for_backward(weights, slots)
+    ctx.count = start.shape[1] - 1  # type: ignore[attr-defined]
+    ctx.has_y = y is not None  # type: ignore[attr-defined]
+
+
+def _backward(
+    ctx: torch.autograd.function.FunctionCtx, x_grad: Tensor, y_grad: Tensor, _sizes_grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Each token gets its share of its slot's gradient; weights and sizes carry none."""
+    weights, slots = ctx.saved_tensors  # type: ignore[attr-defined]
+    assignment = Assignment(slots, ctx.count)  # type: ignore[attr-defined]
+    share = (weights / assignment.spread(assignment.total(weights)))[..., None]
+    to_x = (assignment.spread(x_grad) * share).to(x_grad.dtype)
+    to_y = (assignment.spread(y_grad) * share).to(y_grad.dtype) if ctx.has_y else None  # type: ignore[attr-defined]
+    return to_x, to_y, None, None, None, None, None
+
+
+pool.register_autograd(_backward, setup_context=_keep_for_backward)
