@@ -7,17 +7,18 @@ Axes: B images, H heads, N tokens, M slots, D channels a head.
 """
 
 import math
-from functools import lru_cache
-from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
 
-LONGEST_IN_ONE_PASS = 288  # tokens whose logits fit a program's registers
+from .launch import launchable
+
+_LONGEST_IN_ONE_PASS = 256  # tokens whose logits fit a program's registers
+_KEY_BYTES = 1 << 16  # keys of one head that fit shared memory, beside as many values
 _LOG2_E = math.log2(math.e)
 
 
-@torch.library.custom_op("mctf::attention", mutates_args=())
+@torch.library.triton_op("mctf::attention", mutates_args=())
 def attention(
     q: Tensor,
     k: Tensor,
@@ -31,28 +32,13 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Context (B N H*D; empty without v) and received attention (B H N, float32; empty without `look`).
 
-    received[b, h, j] = sum over rows i of A[b, h, i, j] * (row_weight + first_row_weight * [i == 0]).
+    received[b, h, j] = sum over rows i of A[b, h, i, j] * (row_weight + first_row_weight * [i == 0]) / (N H).
     With `slots` (B N), v has one row a slot and each key takes the value of its slot.
     """
     out, received = _outputs(q, v is not None, look)
-    launch = _launch_short if q.shape[2] <= LONGEST_IN_ONE_PASS else _launch_long
+    launch = _launch_short if _fits_one_pass(q) else _launch_long
     launch(q, k, v, sizes, slots, out, received, scale * _LOG2_E, row_weight, first_row_weight, look)
     return out, received
-
-
-@attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    sizes: Tensor | None,
-    slots: Tensor | None,
-    scale: float,
-    row_weight: float,
-    first_row_weight: float,
-    look: bool,
-) -> tuple[Tensor, Tensor]:
-    return _outputs(q, v is not None, look)
 
 
 def _outputs(q: Tensor, output: bool, look: bool) -> tuple[Tensor, Tensor]:
@@ -60,6 +46,11 @@ def _outputs(q: Tensor, output: bool, look: bool) -> tuple[Tensor, Tensor]:
     out = q.new_empty((batch, tokens, heads * channels) if output else (0,))
     received = q.new_empty((batch, heads, tokens) if look else (0,), dtype=torch.float32)
     return out, received
+
+
+def _fits_one_pass(q: Tensor) -> bool:
+    tokens = q.shape[2]
+    return tokens <= _LONGEST_IN_ONE_PASS and tokens * q.shape[3] * q.element_size() <= _KEY_BYTES
 
 
 def _launch_short(
@@ -80,12 +71,12 @@ def _launch_short(
     batch, heads, tokens, _ = q.shape
     tiles = key_tiles(tokens)
     values = q if v is None else v
-    attention_kernel[(batch * heads,)](
+    launchable(attention_kernel)[(batch * heads,)](
         q, k, values, q if sizes is None else sizes, q if slots is None else slots, out, received,
         tokens, heads, scale_log2, row_weight, first_row_weight,
         *q.stride()[:3], *k.stride()[:3], *values.stride()[:3],
         HAS_SIZES=sizes is not None, SPREAD=slots is not None, OUTPUT=v is not None, LOOK=look,
-        ROWS=_rows_at_once(tokens), T1=tiles[0], T2=tiles[1], T3=tiles[2], **_widths(q),
+        ROWS=_rows_at_once(tokens), T1=tiles[0], T2=tiles[1], **_widths(q),
         num_warps=4, num_stages=1,
     )  # fmt: skip
 
@@ -110,14 +101,14 @@ def _launch_long(
     values = q if v is None else v
     normaliser = q.new_empty((batch, heads, tokens), dtype=torch.float32)
     grid = (math.ceil(tokens / tile), batch * heads)
-    long_attention_kernel[grid](
+    launchable(long_attention_kernel)[grid](
         q, k, values, q if sizes is None else sizes, q if slots is None else slots, out, normaliser,
         tokens, heads, scale_log2, *q.stride()[:3], *k.stride()[:3], *values.stride()[:3],
         HAS_SIZES=sizes is not None, SPREAD=slots is not None, OUTPUT=v is not None,
         ROWS=tile, KEYS=64, **_widths(q), num_warps=8 if tile == 128 else 4, num_stages=2,
     )  # fmt: skip
     if look:
-        long_received_kernel[grid](
+        launchable(long_received_kernel)[grid](
             q, k, q if sizes is None else sizes, normaliser, received,
             tokens, heads, scale_log2, row_weight, first_row_weight, *q.stride()[:3], *k.stride()[:3],
             HAS_SIZES=sizes is not None, ROWS=64, KEYS=tile, **_widths(q),
@@ -136,13 +127,8 @@ def _rows_at_once(tokens: int) -> int:
     return 64 if tokens > 32 else 32 if tokens > 16 else 16
 
 
-@lru_cache
-def key_tiles(tokens: int) -> tuple[int, ...]:
-    """Up to three tile sizes that cover the tokens with the least to spare, largest first; 0 for none.
-
-    197 tokens take tiles of 128, 64 and 16 keys; one tile would have to be 256.
-    """
-    sizes = (16, 32, 64, 128, 256)
-    covers = [tiles for count in (1, 2, 3) for tiles in combinations_with_replacement(sizes, count)]
-    best = min((tiles for tiles in covers if sum(tiles) >= tokens), key=lambda tiles: (sum(tiles), len(tiles)))
-    return (*sorted(best, reverse=True), 0, 0)[:3]
+def key_tiles(tokens: int) -> tuple[int, int]:
+    """One or two tile sizes, powers of two, that cover up to 256 tokens with little to spare; 0 for none."""
+    if tokens <= 128:
+        return max(16, 1 << (tokens - 1).bit_length()), 0
+    return 128, 64 if tokens <= 192 else 128

@@ -1,8 +1,8 @@
 """Attention, and the attention each token receives, in one pass over q and k: Triton twin of `core.attention`.
 
 One program holds all keys of one head of one image, walks over the query rows, and needs no second pass: a row's
-softmax is complete before it is used, so its weights can be added up by column on the way. Keys are held in up to
-three tiles (197 = 128 + 64 + 16 rather than 256): exponentials are what the kernel spends its time on.
+softmax is complete before it is used, so its weights can be added up by column on the way. Keys are held in one or
+two tiles (181 = 128 + 64 rather than 256): exponentials are what the kernel spends its time on.
 
 Axes: B images, H heads, N tokens, M slots, D channels a head.
 """
@@ -55,12 +55,27 @@ def _store_context(out, context, image, head, rows, channels, tokens, heads, D: 
 
 
 @triton.jit
+def _row_shares(rows, tokens, mass, row_weight, first_row_weight, dtype: tl.constexpr):
+    """Weight of each row over its softmax sum, as the first rows of a 16-row matrix: the column sum becomes a product.
+
+    Adding 200 columns up across threads costs more than everything else; the tensor cores do it for nothing. The
+    second row carries what the first loses by rounding.
+    """
+    share = tl.where(rows == 0, row_weight + first_row_weight, row_weight) / mass
+    share = tl.where(rows < tokens, share, 0.0)
+    high = share.to(dtype)
+    low = (share - high.to(tl.float32)).to(dtype)
+    line = tl.arange(0, 16)[:, None]
+    return tl.where(line == 0, high[None, :], tl.where(line == 1, low[None, :], 0.0).to(dtype))
+
+
+@triton.jit
 def attention_kernel(
     q, k, v, sizes, slots, out, received,
     tokens, heads, scale_log2, row_weight, first_row_weight,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     HAS_SIZES: tl.constexpr, SPREAD: tl.constexpr, OUTPUT: tl.constexpr, LOOK: tl.constexpr,
-    ROWS: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
+    ROWS: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
     D: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One head of one image: out (B N H*D) and received (B H N), the weighted column sum of its attention."""
@@ -74,25 +89,19 @@ def attention_kernel(
     channels = tl.arange(0, D)
     keys1 = tl.arange(0, T1)
     keys2 = T1 + tl.arange(0, T2 if T2 > 0 else 16)
-    keys3 = T1 + T2 + tl.arange(0, T3 if T3 > 0 else 16)
 
     k1 = tl.trans(_load_rows(k, keys1, channels, k_n, tokens, D, DIM))
+    v1 = k1
     bias1 = _load_bias(sizes, keys1, tokens, HAS_SIZES)
-    received1 = tl.zeros([T1], tl.float32)
+    received1 = tl.zeros([16, T1], tl.float32)
     if OUTPUT:
         v1 = _load_values(v, slots, keys1, channels, v_n, tokens, SPREAD, D, DIM)
     if T2 > 0:
         k2 = tl.trans(_load_rows(k, keys2, channels, k_n, tokens, D, DIM))
         bias2 = _load_bias(sizes, keys2, tokens, HAS_SIZES)
-        received2 = tl.zeros([T2], tl.float32)
+        received2 = tl.zeros([16, T2], tl.float32)
         if OUTPUT:
             v2 = _load_values(v, slots, keys2, channels, v_n, tokens, SPREAD, D, DIM)
-    if T3 > 0:
-        k3 = tl.trans(_load_rows(k, keys3, channels, k_n, tokens, D, DIM))
-        bias3 = _load_bias(sizes, keys3, tokens, HAS_SIZES)
-        received3 = tl.zeros([T3], tl.float32)
-        if OUTPUT:
-            v3 = _load_values(v, slots, keys3, channels, v_n, tokens, SPREAD, D, DIM)
 
     for start in range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
@@ -102,40 +111,28 @@ def attention_kernel(
         if T2 > 0:
             p2 = tl.dot(query, k2, input_precision=PRECISION) * scale_log2 + bias2[None, :]
             top = tl.maximum(top, tl.max(p2, 1))
-        if T3 > 0:
-            p3 = tl.dot(query, k3, input_precision=PRECISION) * scale_log2 + bias3[None, :]
-            top = tl.maximum(top, tl.max(p3, 1))
         p1 = tl.exp2(p1 - top[:, None])
         mass = tl.sum(p1, 1)
         if T2 > 0:
             p2 = tl.exp2(p2 - top[:, None])
             mass += tl.sum(p2, 1)
-        if T3 > 0:
-            p3 = tl.exp2(p3 - top[:, None])
-            mass += tl.sum(p3, 1)
         if OUTPUT:
             context = tl.dot(p1.to(v1.dtype), v1, input_precision=PRECISION)
             if T2 > 0:
                 context = tl.dot(p2.to(v1.dtype), v2, context, input_precision=PRECISION)
-            if T3 > 0:
-                context = tl.dot(p3.to(v1.dtype), v3, context, input_precision=PRECISION)
             _store_context(out, context / mass[:, None], image, head, rows, channels, tokens, heads, D, DIM)
         if LOOK:
-            share = tl.where(rows == 0, row_weight + first_row_weight, row_weight) / mass
-            share = tl.where(rows < tokens, share, 0.0)
-            received1 += tl.sum(p1 * share[:, None], 0)
+            share = _row_shares(rows, tokens, mass, row_weight, first_row_weight, v1.dtype)
+            received1 = tl.dot(share, p1.to(v1.dtype), received1, input_precision=PRECISION)
             if T2 > 0:
-                received2 += tl.sum(p2 * share[:, None], 0)
-            if T3 > 0:
-                received3 += tl.sum(p3 * share[:, None], 0)
+                received2 = tl.dot(share, p2.to(v1.dtype), received2, input_precision=PRECISION)
 
     if LOOK:
         received += program * tokens
-        tl.store(received + keys1, received1, mask=keys1 < tokens)
+        unit = 1.0 / (tokens * heads)
+        tl.store(received + keys1, tl.sum(received1, 0) * unit, mask=keys1 < tokens)
         if T2 > 0:
-            tl.store(received + keys2, received2, mask=keys2 < tokens)
-        if T3 > 0:
-            tl.store(received + keys3, received3, mask=keys3 < tokens)
+            tl.store(received + keys2, tl.sum(received2, 0) * unit, mask=keys2 < tokens)
 
 
 @triton.jit
@@ -205,4 +202,4 @@ def long_received_kernel(
         p = tl.dot(key, query, input_precision=PRECISION) * scale_log2 + bias[:, None]
         weight = tl.where(rows == 0, row_weight + first_row_weight, row_weight)
         total += tl.sum(tl.exp2(p - level[None, :]) * weight[None, :], 1)
-    tl.store(received + program * tokens + keys, total, mask=keys < tokens)
+    tl.store(received + program * tokens + keys, total / (tokens * heads), mask=keys < tokens)

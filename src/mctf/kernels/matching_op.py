@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .launch import launchable
+
 LARGEST_SIDE = 128  # tokens on one side of the split whose scores fit a program's registers
 _MOST_PROTECTED = 16
 
@@ -12,7 +14,7 @@ def fits(tokens: int, protected: int) -> bool:
     return protected <= _MOST_PROTECTED and 2 <= tokens - protected <= 2 * LARGEST_SIDE
 
 
-@torch.library.custom_op("mctf::match", mutates_args=())
+@torch.library.triton_op("mctf::match", mutates_args=())
 def match(
     x: Tensor,
     informativeness: Tensor,
@@ -30,7 +32,7 @@ def match(
     batch, tokens, channels = x.shape
     slots, order, start = _outputs(x, r)
     side = max(16, 1 << ((tokens - protected + 1) // 2 - 1).bit_length())
-    matching_kernel[(batch,)](
+    launchable(matching_kernel)[(batch,)](
         x, informativeness, x if sizes is None else sizes, slots, order, start,
         tokens, channels, r, r // 2 if bidirectional else r, protected, tau_sim, tau_info, tau_size, *x.stride()[:2],
         HAS_SIZES=sizes is not None, POWER=tau_sim != 1, BIDIRECTIONAL=bidirectional,
@@ -38,21 +40,6 @@ def match(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=8 if side == 128 else 4,
     )  # fmt: skip
     return slots, order, start
-
-
-@match.register_fake
-def _(
-    x: Tensor,
-    informativeness: Tensor,
-    sizes: Tensor | None,
-    r: int,
-    protected: int,
-    tau_sim: float,
-    tau_info: float,
-    tau_size: float,
-    bidirectional: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(x, r)
 
 
 def _outputs(x: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _rank(values, places, size: tl.constexpr):
+def _rank(values, places):
     """Place of each value from large to small, equal values by index; needs `values` finite or -inf."""
     mine, other = values[:, None], values[None, :]
     ahead = (other > mine) | ((other == mine) & (places[None, :] < places[:, None]))
@@ -22,6 +22,13 @@ def _rank(values, places, size: tl.constexpr):
 def _look_up(table, index, places):
     """table[index] for vectors, by comparing every pair."""
     return tl.sum(tl.where(index[:, None] == places[None, :], table[None, :], 0), 1)
+
+
+@triton.jit
+def _count_before(gone, slots, tie):
+    """For each token, how many leavers went to an earlier slot, or to the same one where `tie` holds."""
+    before = (gone[None, :] < slots[:, None]) | ((gone[None, :] == slots[:, None]) & tie)
+    return tl.sum(before.to(tl.int32), 1)
 
 
 @triton.jit
@@ -72,41 +79,43 @@ def matching_kernel(
 
     # 2. alpha to beta
     strength, target = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
-    leaves = is_alpha & (_rank(strength, alpha_places, A) < forth)
+    leaves = is_alpha & (_rank(strength, alpha_places) < forth)
     kept = protected + tl.cumsum((is_alpha & (leaves == 0)).to(tl.int32), 0) - 1
 
     # 3. beta to the remaining alpha
     beta_slots = protected + alphas - forth + beta_places
+    beta_leaves = beta_places < 0
     if BIDIRECTIONAL:
-        back = r - forth
         remaining = tl.where(leaves[:, None], float("-inf"), scores)
         strength, host = tl.max(remaining, 0, return_indices=True, return_indices_tie_break_left=True)
-        rank = _rank(strength, beta_places, B)
-        beta_slots = tl.where(rank < back, _look_up(kept, host, alpha_places), rank + protected + alphas - r)
+        rank = _rank(strength, beta_places)
+        beta_leaves = rank < r - forth
+        beta_slots = tl.where(beta_leaves, _look_up(kept, host, alpha_places), rank + protected + alphas - r)
     alpha_slots = tl.where(leaves, _look_up(beta_slots, target, beta_places), kept)
 
-    slots += image * tokens
-    tl.store(slots + alpha_tokens, alpha_slots.to(tl.int64), mask=is_alpha)
-    tl.store(slots + beta_tokens, beta_slots.to(tl.int64), mask=is_beta)
+    # 4. tokens sorted by slot: every slot has one token that stays, then those that left for it, alpha before beta
+    nowhere = 1 << 20
+    alpha_gone = tl.where(leaves, alpha_slots, nowhere)
+    beta_gone = tl.where(beta_leaves, beta_slots, nowhere)
+    alpha_at = alpha_slots + leaves.to(tl.int32)
+    alpha_at += _count_before(
+        alpha_gone, alpha_slots, leaves[:, None] & (alpha_places[None, :] < alpha_places[:, None])
+    )
+    alpha_at += _count_before(beta_gone, alpha_slots, alpha_slots[:, None] < 0)
+    beta_at = beta_slots + beta_leaves.to(tl.int32)
+    beta_at += _count_before(alpha_gone, beta_slots, beta_leaves[:, None])
+    earlier = beta_places[None, :] < beta_places[:, None]
+    beta_at += _count_before(beta_gone, beta_slots, beta_leaves[:, None] & earlier)
 
-    # 4. tokens sorted by slot, alpha before beta inside one
-    alpha_slots = tl.where(is_alpha, alpha_slots, 1 << 20)
-    beta_slots = tl.where(is_beta, beta_slots, 1 << 20)
-    alpha_first = protected + tl.sum((alpha_slots[None, :] < alpha_slots[:, None]).to(tl.int32), 1)
-    alpha_first += tl.sum((beta_slots[None, :] < alpha_slots[:, None]).to(tl.int32), 1)
-    beta_first = protected + tl.sum((alpha_slots[None, :] < beta_slots[:, None]).to(tl.int32), 1)
-    beta_first += tl.sum((beta_slots[None, :] < beta_slots[:, None]).to(tl.int32), 1)
-    same = (alpha_slots[None, :] == alpha_slots[:, None]) & (alpha_places[None, :] < alpha_places[:, None])
-    alpha_at = alpha_first + tl.sum(same.to(tl.int32), 1)
-    same = (beta_slots[None, :] == beta_slots[:, None]) & (beta_places[None, :] < beta_places[:, None])
-    beta_at = beta_first + tl.sum(same.to(tl.int32), 1)
-    beta_at += tl.sum((alpha_slots[None, :] == beta_slots[:, None]).to(tl.int32), 1)
+    slots += image * tokens
     order += image * tokens
     start += image * (tokens - r + 1)
+    tl.store(slots + alpha_tokens, alpha_slots.to(tl.int64), mask=is_alpha)
+    tl.store(slots + beta_tokens, beta_slots.to(tl.int64), mask=is_beta)
     tl.store(order + alpha_at, alpha_tokens, mask=is_alpha)
     tl.store(order + beta_at, beta_tokens, mask=is_beta)
-    tl.store(start + alpha_slots, alpha_first, mask=is_alpha)
-    tl.store(start + beta_slots, beta_first, mask=is_beta)
+    tl.store(start + alpha_slots, alpha_at, mask=is_alpha & (leaves == 0))
+    tl.store(start + beta_slots, beta_at, mask=is_beta & (beta_leaves == 0))
     lead = tl.arange(0, PROTECTED)
     tl.store(slots + lead, lead.to(tl.int64), mask=lead < protected)
     tl.store(order + lead, lead, mask=lead < protected)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.assignment import Assignment
+from .launch import launchable
 
 
 def members(assignment: Assignment) -> tuple[Tensor, Tensor]:
@@ -21,7 +22,7 @@ def members(assignment: Assignment) -> tuple[Tensor, Tensor]:
     return order.int(), start.int()
 
 
-@torch.library.custom_op("mctf::pool", mutates_args=())
+@torch.library.triton_op("mctf::pool", mutates_args=())
 def pool(
     x: Tensor, y: Tensor | None, weights: Tensor, sizes: Tensor | None, slots: Tensor, order: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,19 +35,12 @@ def pool(
     count = start.shape[1] - 1
     x_width, y_width = (1 << (tensor.shape[2] - 1).bit_length() for tensor in (x, other))
     slots_at_once = max(1, 4096 // x_width)
-    pooling_kernel[(math.ceil(count / slots_at_once), batch)](
+    launchable(pooling_kernel)[(math.ceil(count / slots_at_once), batch)](
         x, other, weights, weights if sizes is None else sizes, order, start, *outputs,
         tokens, count, channels, other.shape[2], *x.stride()[:2], *other.stride()[:2],
         HAS_Y=y is not None, HAS_SIZES=sizes is not None, SLOTS=slots_at_once, X=x_width, Y=y_width, num_warps=4,
     )  # fmt: skip
     return outputs
-
-
-@pool.register_fake
-def _(
-    x: Tensor, y: Tensor | None, weights: Tensor, sizes: Tensor | None, slots: Tensor, order: Tensor, start: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(x, y, sizes, start)
 
 
 def _outputs(x: Tensor, y: Tensor | None, sizes: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
