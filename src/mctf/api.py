@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from .core.schedule import ReductionSpec, make_schedule
+from .core.schedule import ReductionSpec, make_schedule, read_blocks
 from .errors import MctfError
 from .hosts import find_host
 from .methods import make_method
@@ -28,21 +28,21 @@ def fuse(
 
     Everything is checked before the model is touched. Returns the same model.
     """
-    chosen = None if blocks is None else tuple(blocks)
+    chosen = read_blocks(blocks)
     made = make_method(method, options)
     if _find_stack(model) is not None:
         raise MctfError("the model is fused already: mctf.set_r changes r; mctf.unfuse comes before another method")
     host = find_host(model)
     made.check(protected=host.protected)
     make_schedule(r, depth=host.depth, blocks=chosen, default_blocks=made.default_blocks(host.depth))
-    host.container = FusedStack(host.container, host, made, r=r, blocks=chosen)
+    host.install(FusedStack(host.container, host, made, r=r, blocks=chosen))
     return model
 
 
 def unfuse(model: nn.Module) -> nn.Module:
     """Give a fused model its own blocks back, in place; it computes bit for bit what it did before."""
     stack = fused_stack(model)
-    stack.host.container = stack.restored()  # type: ignore[attr-defined]
+    stack.host.uninstall(stack)
     return model
 
 

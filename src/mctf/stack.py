@@ -39,6 +39,8 @@ class StackHost(Protocol):
         """Whether what follows the stack needs one token per input token."""
 
     def ops(self, block: nn.Module) -> BlockOps: ...
+    def uninstall(self, stack: "FusedStack") -> None:
+        """Take the stack out of the model again."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,10 @@ class FusedStack(nn.Module):
         super().__init__()
         for name, block in container.named_children():
             self.add_module(name, block)
-        self.train(container.training)
+        self.training = container.training  # not train(): single blocks may be in another mode
         self.host = host
         self.method = method
-        self.blocks = blocks
+        self.blocks = None if blocks is None else tuple(block % len(self) for block in blocks)
         self.schedule: tuple[Entry, ...] = ()
         self.set_r(r)
         self._container = (container,)  # in a tuple: as an attribute it would register all blocks twice
@@ -87,6 +89,10 @@ class FusedStack(nn.Module):
         default_blocks = self.method.default_blocks(len(self))
         self.schedule = make_schedule(r, depth=len(self), blocks=self.blocks, default_blocks=default_blocks)
         self.r = r
+
+    def fuses(self) -> bool:
+        """Whether any block is to fuse anything."""
+        return any(self.schedule)
 
     def restored(self) -> nn.Module:
         """The host's own container, holding the blocks as they are now."""
@@ -101,6 +107,7 @@ class FusedStack(nn.Module):
         state = _State()
         for index in range(len(self)):
             step = self._step(index, x, state)
+            self._record(index, x, step)
             x = step.x
             state = state.after(step) if track else _State(step.sizes)
         return x if state.source is None else state.source.spread(x)
@@ -109,10 +116,11 @@ class FusedStack(nn.Module):
         protected = self.host.protected
         r = tokens_to_fuse(self.schedule[index], x.shape[1], protected=protected, min_tokens=self.method.min_tokens)
         block = self.host.ops(self[index])
-        step = self.method.run(block, x, state.sizes, r=r, protected=protected)
-        for trace in self._traces:
+        return self.method.run(block, x, state.sizes, r=r, protected=protected)
+
+    def _record(self, index: int, x: Tensor, step: Step) -> None:
+        for trace in tuple(self._traces):  # another thread's trace may begin or end meanwhile
             trace.record(index, x, step)
-        return step
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -130,8 +138,10 @@ class FusedStack(nn.Module):
         if start != 0 or stride != 1:
             raise MctfError("a fused stack can only be sliced from its first block on: run mctf.unfuse(model) first")
         first = FusedStack(nn.Sequential(*blocks[:stop]), self.host, self.method, r=self.schedule[:stop], blocks=None)
+        first.training = self.training
+        first.blocks = None if self.blocks is None else tuple(block for block in self.blocks if block < stop)
         first._traces = self._traces
-        return first.train(self.training)
+        return first
 
     def extra_repr(self) -> str:
         return f"method={self.method}, r={self.r!r}, blocks={self.blocks}"
@@ -161,6 +171,8 @@ class BoundBlock:
         state = run.states[index]
         tokens = x if state.source is None else state.source.pick(x)
         step = run.stack._step(index, tokens, state)
+        if index + 1 not in run.states:  # gradient checkpointing calls again, from the last block to the first
+            run.stack._record(index, tokens, step)
         state = state.after(step)
         run.states[index + 1] = state
         return step.x if state.source is None else state.source.spread(step.x)

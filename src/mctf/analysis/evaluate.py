@@ -6,7 +6,6 @@ the same moods of the machine.
 Axes: B images, 3 H W.
 """
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -18,7 +17,8 @@ from ..api import fuse
 from ..core.schedule import ReductionSpec
 from ..data import Batch
 from ..errors import MctfError
-from .fidelity import Fidelity, Output, average, compare
+from ..models.sharing import copy_sharing_weights
+from .fidelity import Output, Scores, average, score
 from .plan import Plan, plan
 from .throughput import Pace
 
@@ -68,19 +68,20 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], settings: Sequence[Sett
 
     The model is not changed: each setting has a copy of its own that shares the weights.
     """
-    base = Setting(r=0)
-    plain, *contenders = [_Contender.of(model, setting) for setting in (base, *settings)]
+    plain, *contenders = [_Contender.of(model, setting) for setting in (Setting(r=0), *settings)]
     contenders = [plain if setting.is_plain else each for setting, each in zip(settings, contenders, strict=True)]
+    remaining = iter(batches)
+    first = next(remaining, None)
+    if first is None:
+        raise MctfError("there are no images to evaluate: give at least one batch")
+    size = (first.pixels.shape[2], first.pixels.shape[3])
+    plans = [plan(model, r=each.r, blocks=each.blocks, method=each.method, image_size=size) for each in settings]
+
     weight = next(model.parameters())
     classifies = getattr(model, "num_classes", 0) > 0
-    size = None
-    for batch in batches:
+    for batch in chain([first], remaining):
         pixels = batch.pixels.to(weight.device, weight.dtype)
-        size = (pixels.shape[2], pixels.shape[3])
         _measure(list(dict.fromkeys([plain, *contenders])), pixels, batch.labels, classifies)
-    if size is None:
-        raise MctfError("there are no images to evaluate: give at least one batch")
-    plans = [plan(model, r=each.r, blocks=each.blocks, method=each.method, image_size=size) for each in settings]
     rows = [_row(setting.method, each, made) for setting, each, made in zip(settings, contenders, plans, strict=True)]
     if plain not in contenders:
         rows.insert(0, _row(BASE, plain, plan(model, r=0, image_size=size)))
@@ -93,17 +94,17 @@ class _Contender:
 
     model: nn.Module
     pace: Pace = field(default_factory=Pace)
-    seen: list[tuple[int, Fidelity]] = field(default_factory=list)
+    seen: list[Scores] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: nn.Module, setting: Setting) -> "_Contender":
         """Every setting is fused, so that all of them are checked; r = 0 is then run as the plain model itself."""
-        fused = fuse(_copy_sharing_weights(model), setting.method, r=setting.r, blocks=setting.blocks)
-        return cls((_copy_sharing_weights(model) if setting.is_plain else fused).eval())
+        fused = fuse(copy_sharing_weights(model), setting.method, r=setting.r, blocks=setting.blocks)
+        return cls((copy_sharing_weights(model) if setting.is_plain else fused).eval())
 
     @property
     def images(self) -> int:
-        return sum(images for images, _ in self.seen)
+        return sum(len(scores.class_cosine) for scores in self.seen)
 
     def run(self, pixels: Tensor) -> Output:
         """The model's forward pass, timed, and then what its classifier has read."""
@@ -119,18 +120,12 @@ class _Contender:
         return Output(logits, model.forward_head(tokens, pre_logits=True))  # type: ignore[operator]
 
 
-def _copy_sharing_weights(model: nn.Module) -> nn.Module:
-    """Modules of its own around the same tensors."""
-    tensors = chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
 def _measure(contenders: Sequence[_Contender], pixels: Tensor, labels: Tensor | None, classifies: bool) -> None:
     """One batch through all of them; the first is what the others are compared with."""
     reference = contenders[0].run(pixels)
     for contender in contenders:
         output = reference if contender is contenders[0] else contender.run(pixels)
-        contender.seen.append((len(pixels), compare(output, reference, labels, classifies=classifies)))
+        contender.seen.append(score(output, reference, labels, classifies=classifies))
 
 
 def _row(method: str, contender: _Contender, made: Plan) -> Row:
@@ -144,11 +139,11 @@ def _row(method: str, contender: _Contender, made: Plan) -> Row:
 
 
 def _notes(plans: Sequence[Plan], classifies: bool) -> tuple[str, ...]:
-    notes = [
-        f"{each.method} r={each.r} is capped in {len(each.notes)} blocks where tokens run out; `mctf plan` shows them"
-        for each in plans
-        if each.notes
-    ]
+    notes = []
+    for each in plans:
+        capped = [str(block) for block, step in enumerate(each.reductions) if step.taken < step.asked]
+        if capped:
+            notes.append(f"{each.method} r={each.r} is capped for want of tokens in block {', '.join(capped)}")
     if not classifies:
         notes.append("the model has no classifier: agreement, KL and accuracy are unknown")
     return tuple(notes)

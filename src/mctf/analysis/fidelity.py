@@ -28,6 +28,17 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """What `Fidelity` is the mean of, image by image: B each, float64; None where unknown."""
+
+    top1: Tensor | None
+    top5: Tensor | None
+    agreement: Tensor | None
+    kl: Tensor | None
+    class_cosine: Tensor
+
+
+@dataclass(frozen=True)
 class Fidelity:
     """Means over images; None where unknown.
 
@@ -46,28 +57,29 @@ class Fidelity:
 
 def compare(output: Output, reference: Output, labels: Tensor | None, *, classifies: bool = True) -> Fidelity:
     """Fidelity of one batch. classifies: whether logits are those of classes; else only the cosine is known."""
+    return average([score(output, reference, labels, classifies=classifies)])
+
+
+def score(output: Output, reference: Output, labels: Tensor | None, *, classifies: bool = True) -> Scores:
+    """The same image by image, to be averaged over many batches."""
     output, reference = output.wide(), reference.wide()
     top1 = top5 = agreement = kl = None
     if classifies:
         answers = output.logits.topk(min(5, output.logits.shape[1])).indices  # B 5
         agreement = _percent(answers[:, 0] == reference.logits.topk(1).indices[:, 0])
-        kl = _divergence(reference.logits, output.logits).mean().item()
+        kl = _divergence(reference.logits, output.logits)
         if labels is not None:
             hits = answers == labels.cpu()[:, None]
             top1, top5 = _percent(hits[:, 0]), _percent(hits.any(dim=1))
-    cosine = F.cosine_similarity(output.pooled, reference.pooled, dim=1).mean().item()
-    return Fidelity(top1, top5, agreement, kl, cosine)
+    return Scores(top1, top5, agreement, kl, F.cosine_similarity(output.pooled, reference.pooled, dim=1))
 
 
-def average(parts: Sequence[tuple[int, Fidelity]]) -> Fidelity:
-    """Fidelity over several batches, each given with its number of images."""
-    images = sum(count for count, _ in parts)
+def average(batches: Sequence[Scores]) -> Fidelity:
+    """The means over all images of all batches."""
 
     def mean(name: str) -> float | None:
-        values = [(count, getattr(part, name)) for count, part in parts]
-        if any(value is None for _, value in values):
-            return None
-        return sum(count * value for count, value in values) / images
+        values = [getattr(scores, name) for scores in batches]
+        return None if any(value is None for value in values) else torch.cat(values).mean().item()
 
     return Fidelity(*(mean(field.name) for field in fields(Fidelity)))
 
@@ -78,5 +90,5 @@ def _divergence(reference: Tensor, logits: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(dim=1)
 
 
-def _percent(hits: Tensor) -> float:
-    return 100 * hits.to(torch.float64).mean().item()
+def _percent(hits: Tensor) -> Tensor:
+    return 100 * hits.to(torch.float64)

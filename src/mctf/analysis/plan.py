@@ -1,11 +1,12 @@
 """What a fused model will cost, worked out from shapes alone: nothing is run and nothing is changed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from ..core.schedule import Reduction, ReductionSpec, make_schedule, reductions
+from ..core.schedule import Reduction, ReductionSpec, make_schedule, read_blocks, reductions
+from ..errors import MctfError
 from ..hosts import Architecture, find_host
 from ..methods import make_method
 from ..methods.base import Method
@@ -72,17 +73,27 @@ def plan(
     **options: object,
 ) -> Plan:
     """Token counts and GFLOPs of a model (or a timm model's name) under a setting, without running it."""
-    size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    size = _read_size(image_size)
     made = make_method(method, options)
     host = find_host(create_empty(model, image_size=size) if isinstance(model, str) else model)
+    made.check(protected=host.protected)
     architecture = host.architecture(size)
     schedule = make_schedule(
         r,
         depth=len(architecture.blocks),
-        blocks=None if blocks is None else tuple(blocks),
+        blocks=read_blocks(blocks),
         default_blocks=made.default_blocks(len(architecture.blocks)),
     )
     return _plan(architecture, made, schedule, r)
+
+
+def _read_size(image_size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    if image_size is None:
+        return None
+    sides = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise MctfError(f"image_size={image_size!r} is not a size: write 384 or (384, 512), height and width in pixels")
+    return sides[0], sides[1]
 
 
 def _plan(architecture: Architecture, method: Method, schedule: tuple, r: ReductionSpec) -> Plan:

@@ -8,6 +8,8 @@ import click
 from ..core.schedule import ReductionSpec
 from ..errors import MctfError
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 def parse_reduction(text: str) -> ReductionSpec:
     """One r as typed: a count, a ratio below 1, or "fast"."""
@@ -22,6 +24,17 @@ def parse_reduction(text: str) -> ReductionSpec:
 def parse_reductions(text: str) -> list[ReductionSpec]:
     """Several r as typed, between commas."""
     return [parse_reduction(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def parse_numbers(text: str, option: str) -> list[int]:
+    """Positive whole numbers between commas."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise MctfError(f"{option} {text!r} is not a list of positive numbers: write 1,8,64")
+    return numbers
 
 
 def parse_blocks(text: str | None, *, option: str = "--blocks") -> tuple[int, ...] | None:

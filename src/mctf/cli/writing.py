@@ -1,16 +1,13 @@
-"""Result files: checked before the work begins, complete or not there at all."""
+"""Result files: checked before the work begins, and complete or not there at all."""
 
 import os
-import tempfile
 from pathlib import Path
 
 from ..errors import MctfError
 
 
-def check_writable(path: Path | None) -> None:
-    """Raise MctfError if a file could not be written there; None is fine."""
-    if path is None:
-        return
+def check_writable(path: Path) -> None:
+    """Raise MctfError if a file could not be written there."""
     if path.is_dir():
         raise MctfError(f"{path} is a folder: give the name of a file to write")
     if not path.parent.is_dir():
@@ -21,18 +18,11 @@ def check_writable(path: Path | None) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write under a temporary name beside it, then rename: nobody ever sees half a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp keeps its files private
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    except OSError as failure:
+        raise MctfError(f"{path} cannot be written ({failure.strerror}): choose another file") from None
+    finally:
+        temporary.unlink(missing_ok=True)

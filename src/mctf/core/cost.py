@@ -26,7 +26,8 @@ class BlockShape:
 
     channels: C, the residual stream. attention: H * d, usually C as well. heads: H.
     mlp: multiply-adds of the MLP. norms: elements of one pre- or post-norm that fvcore prices, usually C.
-    head_norms: elements of the q and k norms together. context: extra work on attention's output (norm, gate).
+    norm_first: whether the norms precede attention and MLP. head_norms: elements of the q and k norms together.
+    context: extra multiply-adds on attention's output before its projection (norm, gate).
     """
 
     channels: int
@@ -34,6 +35,7 @@ class BlockShape:
     heads: int
     mlp: int
     norms: int
+    norm_first: bool = True
     head_norms: int = 0
     context: int = 0
 
@@ -51,18 +53,23 @@ class BlockShape:
         """One of q kT or A v over all heads."""
         return rows * columns * self.attention
 
+    def finish_context(self, tokens: int) -> int:
+        return tokens * self.context
+
     def project(self, tokens: int) -> int:
-        return tokens * (self.projection() + self.context)
+        """The output projection and, where norms come last, the norm after it."""
+        return tokens * (self.projection() + (0 if self.norm_first else NORM * self.norms))
 
     def norm(self, tokens: int) -> int:
-        return tokens * NORM * self.norms
+        """What is done to the tokens before attention reads them."""
+        return tokens * NORM * self.norms if self.norm_first else 0
 
     def mlp_branch(self, tokens: int) -> int:
-        return tokens * self.mlp + self.norm(tokens)
+        return tokens * (self.mlp + NORM * self.norms)
 
     def attention_branch(self, tokens: int) -> int:
-        products = 2 * self.product(tokens, tokens)
-        return self.norm(tokens) + self.queries_keys(tokens) + self.values(tokens) + products + self.project(tokens)
+        reading = self.norm(tokens) + self.queries_keys(tokens) + self.values(tokens)
+        return reading + 2 * self.product(tokens, tokens) + self.finish_context(tokens) + self.project(tokens)
 
     def plain(self, tokens: int) -> int:
         """The whole block without fusion."""

@@ -18,6 +18,13 @@ def fast_blocks(depth: int) -> tuple[int, ...]:
     return tuple(sorted({round(depth * part / 4) for part in (1, 2, 3)} - {depth}))
 
 
+def read_blocks(blocks: Iterable[int] | None) -> tuple[int, ...] | None:
+    """The user's choice of blocks, kept: an iterator could be read only once."""
+    if blocks is not None and not isinstance(blocks, Iterable):
+        raise MctfError(f"blocks={blocks!r} is not a list of block numbers: write blocks=[{blocks!r}]")
+    return None if blocks is None else tuple(blocks)
+
+
 def make_schedule(
     r: ReductionSpec, *, depth: int, blocks: Iterable[int] | None, default_blocks: Iterable[int]
 ) -> tuple[Entry, ...]:

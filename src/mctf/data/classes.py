@@ -28,6 +28,8 @@ def find_labels(images: ImageFiles, *, num_classes: int, table: Path | None = No
     ImageNet's order, and as many folders as classes have the order of their names; otherwise nothing is known.
     """
     known = None if table is None else read_classes(table, num_classes=num_classes)
+    if num_classes == 0:
+        return Labels(None)
     if images.folders is None:
         return Labels(None, ("the images lie in no class folders, so accuracy is unknown",))
     if known is not None:

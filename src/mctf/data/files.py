@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from ..errors import MctfError
 
@@ -49,14 +49,18 @@ class ImageFiles:
         return replace(self, names=tuple(self.names[index * len(self) // limit] for index in range(limit)))
 
     def read(self, index: int) -> Image.Image:
-        """One image in RGB; raises MctfError with the file's name when it is damaged."""
+        """One image in RGB; raises MctfError with the file's name when it is damaged.
+
+        Orientation tags are not followed: models were not trained so, and published figures are not measured so.
+        """
         name = self.names[index]
         try:
             return Image.open(io.BytesIO(self.store.read(name))).convert("RGB")
-        except Exception as failure:  # decoders raise whatever they trip over
-            reason = f"{type(failure).__name__}: {failure}" if str(failure) else type(failure).__name__
-            reason = reason.replace(f" {io.BytesIO.__name__}", "")
-            raise MctfError(f"{self.path / name} is no readable image ({reason}): repair or remove it") from None
+        except UnidentifiedImageError:
+            reason = "no format that Pillow knows"
+        except Exception as failure:  # decoders of damaged files raise whatever they trip over
+            reason = str(failure) or type(failure).__name__
+        raise MctfError(f"{self.path / name} is no readable image ({reason}): repair or remove it")
 
 
 def find_images(path: Path) -> ImageFiles:

@@ -28,15 +28,15 @@ class Preprocessing:
     std: tuple[float, ...]
 
     @classmethod
-    def of(
-        cls, model: nn.Module, *, image_size: tuple[int, int] | None = None, crop_pct: float | None = None
-    ) -> "Preprocessing":
-        """The model's own, with another image size or crop where these are given."""
+    def of(cls, model: nn.Module, *, crop_pct: float | None = None) -> "Preprocessing":
+        """The model's own, for the image size it has; with another crop where one is given."""
         from timm.data import resolve_model_data_config
 
         config = resolve_model_data_config(model)
+        made_for = getattr(getattr(model, "patch_embed", None), "img_size", None)
+        height, width = made_for or config["input_size"][1:]
         return cls(
-            image_size=image_size or tuple(config["input_size"][1:]),
+            image_size=(height, width),
             crop_pct=crop_pct or config["crop_pct"],
             crop_mode=config["crop_mode"],
             interpolation=config["interpolation"],

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..core.cost import BlockShape
 from ..methods.base import BlockOps
+from ..stack import FusedStack
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,17 @@ class Architecture:
 
 
 class Host(Protocol):
-    """A supported model. Reading never changes it; setting `container` is the only mutation."""
+    """A supported model. Only `install` and `uninstall` change it."""
 
-    container: nn.Module
+    @property
+    def container(self) -> nn.Module:
+        """The module that holds the blocks."""
+
+    def install(self, stack: FusedStack) -> None:
+        """Put the fused stack in the container's place."""
+
+    def uninstall(self, stack: FusedStack) -> None:
+        """Undo `install`."""
 
     @property
     def depth(self) -> int: ...

@@ -17,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.cost import NORM, BlockShape
 from ..errors import MctfError
+from ..kernels.patches import PatchProduct, is_patch_convolution
+from ..stack import FusedStack
 from .base import Architecture
 
 
@@ -27,11 +29,10 @@ class TimmViT:
     model: VisionTransformer
 
     @classmethod
-    def of(cls, model: nn.Module) -> "TimmViT":
+    def of(cls, model: VisionTransformer) -> "TimmViT":
         """The host of this model; refuses what it would get wrong."""
-        family = type(model).__name__
-        if not isinstance(model, VisionTransformer):
-            raise MctfError(f"{family} is not built on timm's VisionTransformer, the timm family mctf can fuse")
+        if not isinstance(model.blocks, FusedStack):
+            _check_whole("blocks", model.blocks)
         for name, block in model.blocks.named_children():
             _check_block(f"blocks.{name}", block)
         return cls(model)
@@ -40,9 +41,17 @@ class TimmViT:
     def container(self) -> nn.Module:
         return self.model.blocks
 
-    @container.setter
-    def container(self, blocks: nn.Module) -> None:
-        self.model.blocks = blocks
+    def install(self, stack: FusedStack) -> None:
+        """Put the fused stack in the place of the blocks, and let a GPU embed patches by a matrix product."""
+        self.model.blocks = stack
+        if is_patch_convolution(getattr(self.model.patch_embed, "proj", None)):
+            self.model.patch_embed.proj = PatchProduct.of(self.model.patch_embed.proj, stack.fuses)
+
+    def uninstall(self, stack: FusedStack) -> None:
+        """Undo `install`."""
+        self.model.blocks = stack.restored()
+        if isinstance(getattr(self.model.patch_embed, "proj", None), PatchProduct):
+            self.model.patch_embed.proj = self.model.patch_embed.proj.restored()
 
     @property
     def depth(self) -> int:
@@ -63,16 +72,14 @@ class TimmViT:
         model = self.model
         patches, stem = _stem(model, image_size)
         tokens = patches + model.num_prefix_tokens
-        pool_fixed, pool_per_token = _attention_pool(model.attn_pool)
-        heads = [model.fc_norm, model.head] + ([model.head_dist] if hasattr(model, "head_dist") else [])
         return Architecture(
             name=(getattr(model, "pretrained_cfg", None) or {}).get("architecture", type(model).__name__),
             tokens=tokens,
             protected=model.num_prefix_tokens,
             blocks=tuple(_block_shape(block) for block in model.blocks.children()),
             stem=stem + tokens * macs_per_token(model.norm_pre),
-            head=pool_fixed + sum(macs_per_token(part) for part in heads),
-            head_per_token=macs_per_token(model.norm) + pool_per_token,
+            head=_head(model, tokens),
+            head_per_token=macs_per_token(model.norm),
             reads_every_token=self.reads_every_token,
         )
 
@@ -154,7 +161,7 @@ def _part_of(linear: nn.Module, h: Tensor, start: int, stop: int) -> Tensor:
 
     Anything but a bare nn.Linear (adapters, quantised or parametrised layers, hooks) is called whole.
     """
-    if type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks:
+    if type(linear) is nn.Linear and not _has_hooks(linear):
         bias = None if linear.bias is None else linear.bias[start:stop]
         return F.linear(h, linear.weight[start:stop], bias)
     return linear(h)[..., start:stop]
@@ -172,19 +179,32 @@ def _check_block(name: str, block: Any) -> None:
             f"{name}.attn is a {type(block.attn).__name__}, which mctf cannot fuse faithfully: "
             "use a model with timm's plain Attention"
         )
-    for path, module in ((name, block), (f"{name}.attn", block.attn)):
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise MctfError(f"{path} has forward hooks, which would not fire in a fused block: remove them first")
+    for path, module in ((name, block), (f"{name}.attn", block.attn), (f"{name}.attn.attn_drop", block.attn.attn_drop)):
+        _check_whole(path, module)
+
+
+def _check_whole(name: str, module: nn.Module) -> None:
+    """Refuse a module that someone wants called as a whole: in a fused model it is not."""
+    if _has_hooks(module):
+        raise MctfError(f"{name} has hooks, which would not fire in a fused model: remove them first")
+    if "forward" in vars(module):
+        raise MctfError(f"{name}.forward was replaced, and would not be called in a fused model: restore it first")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def _stem(model: VisionTransformer, image_size: tuple[int, int] | None) -> tuple[int, int]:
     """Patches of an image and the multiply-adds of embedding them, from shapes alone."""
     height, width = image_size or model.patch_embed.img_size or (224, 224)
-    stem = copy.deepcopy(model.patch_embed).to("meta")
+    stem = copy.deepcopy(model.patch_embed).to("meta", torch.float32)
     with FlopCounterMode(display=False) as counter:
         try:
             patches = stem(torch.empty(1, model.in_chans, height, width, device="meta"))
-        except AssertionError as refusal:
+        except (AssertionError, RuntimeError) as refusal:
             raise MctfError(
                 f"the model does not take {height}x{width} images ({refusal}): "
                 f"create it with img_size=({height}, {width}) or dynamic_img_size=True"
@@ -205,18 +225,27 @@ def _block_shape(block: Any) -> BlockShape:
         heads=attn.num_heads,
         mlp=macs_per_token(block.mlp),
         norms=macs_per_token(block.norm1) // NORM,
+        norm_first=not isinstance(block, ResPostBlock),
         head_norms=(macs_per_token(attn.q_norm) + macs_per_token(attn.k_norm)) // NORM * attn.num_heads,
         context=macs_per_token(attn.norm) + (0 if gate is None else macs_per_token(gate)),
     )
 
 
-def _attention_pool(pool: Any) -> tuple[int, int]:
-    """Multiply-adds of an attention-pooling head: fixed ones, and those for each token it reads."""
+def _head(model: VisionTransformer, tokens: int) -> int:
+    """Multiply-adds of pooling and classifier; whatever reads more than the class token reads all tokens."""
+    parts = [model.fc_norm, model.head] + ([model.head_dist] if hasattr(model, "head_dist") else [])
+    classifier = sum(macs_per_token(part) for part in parts)
+    if model.attn_pool is None:
+        return classifier * (1 if model.global_pool else tokens)
+    pooled = tokens if model.pool_include_prefix else tokens - model.num_prefix_tokens
+    return classifier + _attention_pool(model.attn_pool, pooled, model.embed_dim)
+
+
+def _attention_pool(pool: Any, tokens: int, width: int) -> int:
     if not isinstance(pool, AttentionPoolLatent):
-        return 0, 0
-    width = pool.kv.in_features
+        return 2 * tokens * tokens * width + tokens * macs_per_token(pool)
     fixed = sum(macs_per_token(part) for part in (pool.q, pool.proj, pool.norm, pool.mlp) if part is not None)
-    return pool.latent_len * fixed, macs_per_token(pool.kv) + 2 * pool.latent_len * width
+    return pool.latent_len * fixed + tokens * (macs_per_token(pool.kv) + 2 * pool.latent_len * width)
 
 
 def macs_per_token(module: nn.Module) -> int:

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from ..core import attention, criteria, matching
 from ..core.assignment import Assignment
-from . import attention_op, matching_op, pooling_op
-from .launch import INSTALLED, INTERPRETED
+from . import attention_op, launch, matching_op, pooling_op
+from .launch import plain_operations
 
-__all__ = ["attend", "attend_and_look", "informativeness", "match", "pool", "pool_both"]
+__all__ = ["attend", "attend_and_look", "informativeness", "match", "plain_operations", "pool", "pool_both"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fast(x: Tensor) -> bool:
     """Whether the Triton twins can serve this tensor."""
-    return INSTALLED and (x.is_cuda or INTERPRETED) and x.dtype in _DTYPES
+    return launch.wanted and (x.is_cuda or launch.INTERPRETED) and x.dtype in _DTYPES
 
 
 def _fast_attention(q: Tensor, v: Tensor | None = None, dropout: float = 0.0) -> bool:

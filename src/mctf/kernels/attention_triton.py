@@ -10,6 +10,8 @@ Axes: B images, H heads, N tokens, M slots, D channels a head.
 import triton
 import triton.language as tl
 
+from .numbers_triton import single
+
 
 @triton.jit
 def _load_rows(pointer, rows, channels, row_stride, count, D: tl.constexpr, DIM: tl.constexpr):
@@ -55,16 +57,24 @@ def _store_context(out, context, image, head, rows, channels, tokens, heads, D: 
 
 
 @triton.jit
-def _row_shares(rows, tokens, mass, row_weight, first_row_weight, dtype: tl.constexpr):
-    """Weight of each row over its softmax sum, as the first rows of a 16-row matrix: the column sum becomes a product.
+def _load_sizes(sizes_pointer, keys, tokens, HAS_SIZES: tl.constexpr):
+    """How often each key counts: its size, 1 without sizes, 0 beyond the last."""
+    if HAS_SIZES:
+        size = tl.load(sizes_pointer + keys, mask=keys < tokens, other=0.0)
+    else:
+        size = (keys < tokens).to(tl.float32)
+    return size
 
-    Adding 200 columns up across threads costs more than everything else; the tensor cores do it for nothing. The
-    second row carries what the first loses by rounding.
+
+@triton.jit
+def _first_lines(numbers, dtype: tl.constexpr):
+    """A vector as the first rows of a matrix with 16: its value in the given dtype, and what that loses by rounding.
+
+    Sums along a vector then are products. Adding 200 columns up across threads costs more than everything else; the
+    tensor cores do it for nothing.
     """
-    share = tl.where(rows == 0, row_weight + first_row_weight, row_weight) / mass
-    share = tl.where(rows < tokens, share, 0.0)
-    high = share.to(dtype)
-    low = (share - high.to(tl.float32)).to(dtype)
+    high = numbers.to(dtype)
+    low = (numbers - high.to(tl.float32)).to(dtype)
     line = tl.arange(0, 16)[:, None]
     return tl.where(line == 0, high[None, :], tl.where(line == 1, low[None, :], 0.0).to(dtype))
 
@@ -78,7 +88,14 @@ def attention_kernel(
     ROWS: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
     D: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One head of one image: out (B N H*D) and received (B H N), the weighted column sum of its attention."""
+    """One head of one image: out (B N H*D) and received (B H N), the weighted column sum of its attention.
+
+    A key of size s counts s times: exp(l + log s) = s exp(l). So sizes multiply the values and the softmax sum, which
+    are few, and not the logits, which are many.
+    """
+    scale_log2 = single(scale_log2)
+    row_weight, first_row_weight = single(row_weight), single(first_row_weight)
+    dtype: tl.constexpr = q.dtype.element_ty
     program = tl.program_id(0).to(tl.int64)
     image, head = program // heads, program % heads
     q += image * q_b + head * q_h
@@ -91,48 +108,58 @@ def attention_kernel(
     keys2 = T1 + tl.arange(0, T2 if T2 > 0 else 16)
 
     k1 = tl.trans(_load_rows(k, keys1, channels, k_n, tokens, D, DIM))
-    v1 = k1
-    bias1 = _load_bias(sizes, keys1, tokens, HAS_SIZES)
+    size1 = _load_sizes(sizes, keys1, tokens, HAS_SIZES)
+    counts1 = tl.trans(_first_lines(size1, dtype))
     received1 = tl.zeros([16, T1], tl.float32)
     if OUTPUT:
         v1 = _load_values(v, slots, keys1, channels, v_n, tokens, SPREAD, D, DIM)
+        if HAS_SIZES:
+            v1 = (v1 * size1[:, None]).to(dtype)
     if T2 > 0:
         k2 = tl.trans(_load_rows(k, keys2, channels, k_n, tokens, D, DIM))
-        bias2 = _load_bias(sizes, keys2, tokens, HAS_SIZES)
+        size2 = _load_sizes(sizes, keys2, tokens, HAS_SIZES)
+        counts2 = tl.trans(_first_lines(size2, dtype))
         received2 = tl.zeros([16, T2], tl.float32)
         if OUTPUT:
             v2 = _load_values(v, slots, keys2, channels, v_n, tokens, SPREAD, D, DIM)
+            if HAS_SIZES:
+                v2 = (v2 * size2[:, None]).to(dtype)
 
     for start in range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
         query = _load_rows(q, rows, channels, q_n, tokens, D, DIM)
-        p1 = tl.dot(query, k1, input_precision=PRECISION) * scale_log2 + bias1[None, :]
-        top = tl.max(p1, 1)
+        p1 = tl.dot(query, k1, input_precision=PRECISION)
         if T2 > 0:
-            p2 = tl.dot(query, k2, input_precision=PRECISION) * scale_log2 + bias2[None, :]
-            top = tl.maximum(top, tl.max(p2, 1))
-        p1 = tl.exp2(p1 - top[:, None])
-        mass = tl.sum(p1, 1)
+            p2 = tl.dot(query, k2, input_precision=PRECISION)
+            p2 = tl.where(keys2[None, :] < tokens, p2, float("-inf"))
+            top = tl.maximum(tl.max(p1, 1), tl.max(p2, 1)) * scale_log2
+            p2 = tl.exp2(p2 * scale_log2 - top[:, None]).to(dtype)
+        else:
+            p1 = tl.where(keys1[None, :] < tokens, p1, float("-inf"))
+            top = tl.max(p1, 1) * scale_log2
+        p1 = tl.exp2(p1 * scale_log2 - top[:, None]).to(dtype)
+        mass = tl.dot(p1, counts1, input_precision=PRECISION)
         if T2 > 0:
-            p2 = tl.exp2(p2 - top[:, None])
-            mass += tl.sum(p2, 1)
+            mass = tl.dot(p2, counts2, mass, input_precision=PRECISION)
+        mass = tl.sum(mass, 1)
         if OUTPUT:
-            context = tl.dot(p1.to(v1.dtype), v1, input_precision=PRECISION)
+            context = tl.dot(p1, v1, input_precision=PRECISION)
             if T2 > 0:
-                context = tl.dot(p2.to(v1.dtype), v2, context, input_precision=PRECISION)
+                context = tl.dot(p2, v2, context, input_precision=PRECISION)
             _store_context(out, context / mass[:, None], image, head, rows, channels, tokens, heads, D, DIM)
         if LOOK:
-            share = _row_shares(rows, tokens, mass, row_weight, first_row_weight, v1.dtype)
-            received1 = tl.dot(share, p1.to(v1.dtype), received1, input_precision=PRECISION)
+            share = tl.where(rows == 0, row_weight + first_row_weight, row_weight) / mass
+            share = _first_lines(tl.where(rows < tokens, share, 0.0), dtype)
+            received1 = tl.dot(share, p1, received1, input_precision=PRECISION)
             if T2 > 0:
-                received2 = tl.dot(share, p2.to(v1.dtype), received2, input_precision=PRECISION)
+                received2 = tl.dot(share, p2, received2, input_precision=PRECISION)
 
     if LOOK:
         received += program * tokens
         unit = 1.0 / (tokens * heads)
-        tl.store(received + keys1, tl.sum(received1, 0) * unit, mask=keys1 < tokens)
+        tl.store(received + keys1, tl.sum(received1, 0) * size1 * unit, mask=keys1 < tokens)
         if T2 > 0:
-            tl.store(received + keys2, tl.sum(received2, 0) * unit, mask=keys2 < tokens)
+            tl.store(received + keys2, tl.sum(received2, 0) * size2 * unit, mask=keys2 < tokens)
 
 
 @triton.jit
@@ -144,6 +171,7 @@ def long_attention_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one head, keys tile by tile: out (B N H*D) and normaliser (B H N), log2 of each row's sum."""
+    scale_log2 = single(scale_log2)
     program = tl.program_id(1).to(tl.int64)
     image, head = program // heads, program % heads
     q += image * q_b + head * q_h
@@ -184,6 +212,8 @@ def long_received_kernel(
     D: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention received by some keys of one head, query rows tile by tile: received (B H N)."""
+    scale_log2 = single(scale_log2)
+    row_weight, first_row_weight = single(row_weight), single(first_row_weight)
     program = tl.program_id(1).to(tl.int64)
     image, head = program // heads, program % heads
     q += image * q_b + head * q_h

@@ -1,16 +1,29 @@
-"""How a Triton kernel is launched from an operator."""
+"""Whether Triton kernels are used, and how they are launched from an operator."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 # Fixed at import: a compiled model cannot ask the environment.
-INSTALLED = find_spec("triton") is not None and os.environ.get("MCTF_KERNELS", "1") != "0"
+wanted = find_spec("triton") is not None and os.environ.get("MCTF_KERNELS", "1") != "0"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, slowly: for tests
 
 
 def launchable(kernel: Any) -> Any:
     """The kernel in the form torch.compile can see through: it then launches it without going through Python."""
     return kernel if INTERPRETED else torch.library.wrap_triton(kernel)
+
+
+@contextmanager
+def plain_operations() -> Iterator[None]:
+    """Everything inside is computed without Triton, by the plain versions: what the kernels are checked against."""
+    global wanted
+    before, wanted = wanted, False
+    try:
+        yield
+    finally:
+        wanted = before

@@ -37,7 +37,7 @@ def match(
         tokens, channels, r, r // 2 if bidirectional else r, protected, tau_sim, tau_info, tau_size, *x.stride()[:2],
         HAS_SIZES=sizes is not None, POWER=tau_sim != 1, BIDIRECTIONAL=bidirectional,
         A=side, B=side, CHUNK=32 if x.element_size() == 4 else 64, PROTECTED=_MOST_PROTECTED,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=8 if side == 128 else 4,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=16 if side == 128 else 4,
     )  # fmt: skip
     return slots, order, start
 

@@ -9,6 +9,8 @@ Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, C
 import triton
 import triton.language as tl
 
+from .numbers_triton import single
+
 
 @triton.jit
 def _rank(values, places):
@@ -48,6 +50,7 @@ def matching_kernel(
     A: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, PROTECTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """slots (B N); order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`."""
+    tau_sim, tau_info, tau_size = single(tau_sim), single(tau_info), single(tau_size)
     image = tl.program_id(0).to(tl.int64)
     x += image * x_b
     informativeness += image * tokens

@@ -3,8 +3,6 @@
 Axes: B images, N tokens, M slots, C channels.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -34,11 +32,11 @@ def pool(
     batch, tokens, channels = x.shape
     count = start.shape[1] - 1
     x_width, y_width = (1 << (tensor.shape[2] - 1).bit_length() for tensor in (x, other))
-    slots_at_once = max(1, 4096 // x_width)
-    launchable(pooling_kernel)[(math.ceil(count / slots_at_once), batch)](
+    launchable(pooling_kernel)[(count, batch)](
         x, other, weights, weights if sizes is None else sizes, order, start, *outputs,
         tokens, count, channels, other.shape[2], *x.stride()[:2], *other.stride()[:2],
-        HAS_Y=y is not None, HAS_SIZES=sizes is not None, SLOTS=slots_at_once, X=x_width, Y=y_width, num_warps=4,
+        HAS_Y=y is not None, HAS_SIZES=sizes is not None, SLOTS=1, X=x_width, Y=y_width,
+        num_warps=max(1, max(x_width, y_width) // 1024),
     )  # fmt: skip
     return outputs
 

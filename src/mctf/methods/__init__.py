@@ -6,10 +6,11 @@ from types import ModuleType
 
 from ..errors import MctfError, did_you_mean
 from .base import Method
+from .free_drop import FreeDrop
 from .mctf import MCTF, MCTFExact
 from .tome import ToMe
 
-_REGISTRY: dict[str, type[Method]] = {cls.name: cls for cls in (MCTF, MCTFExact, ToMe)}
+_REGISTRY: dict[str, type[Method]] = {cls.name: cls for cls in (MCTF, MCTFExact, ToMe, FreeDrop)}
 
 
 def methods() -> dict[str, str]:
@@ -19,6 +20,8 @@ def methods() -> dict[str, str]:
 
 def make_method(name: str, options: dict[str, object]) -> Method:
     """The method of this name with these options; raises MctfError with a suggestion for unknown words."""
+    if not isinstance(name, str):
+        raise MctfError(f"method={name!r} is not a method's name: write r={name!r} if you mean how much to fuse")
     if name not in _REGISTRY:
         raise MctfError(f"unknown method {name!r}: {did_you_mean(name, _REGISTRY)}")
     cls = _REGISTRY[name]

@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import kernels
 from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost
+from ..errors import MctfError
 
 
 class BlockOps(Protocol):
@@ -73,6 +74,13 @@ class Step:
     sizes: Tensor | None
     assignment: Assignment | None = None
     informativeness: Tensor | None = None
+
+
+def check_switches(**switches: object) -> None:
+    """Raise MctfError unless each of these options is True or False: "no" would mean yes."""
+    for option, value in switches.items():
+        if not isinstance(value, bool):
+            raise MctfError(f"{option}={value!r} must be True or False")
 
 
 class Method(Protocol):

@@ -25,7 +25,7 @@ from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost, split_product, unprotected_product
 from ..core.criteria import TINY, Criteria
 from ..errors import MctfError, did_you_mean
-from .base import BlockOps, Step, run_unfused
+from .base import BlockOps, Step, check_switches, run_unfused
 
 _CHOICES = {
     "pooling": ("attention", "size", "mean", "max"),
@@ -65,12 +65,13 @@ class MCTF:
     def __post_init__(self) -> None:
         for option in ("tau_sim", "tau_info", "tau_size"):
             value = getattr(self, option)
-            if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
                 raise MctfError(f"{option}={value!r} must be a finite number, 0 or above (0 switches it off)")
         for option, known in _CHOICES.items():
             value = getattr(self, option)
             if value not in known:
                 raise MctfError(f"{option}={value!r} is unknown: {did_you_mean(str(value), known)}")
+        check_switches(bidirectional=self.bidirectional, proportional=self.proportional)
         if self.attention == "exact" and self.pooling == "max":
             raise MctfError(
                 "pooling='max' has no exact attention: choose another pooling or attention='one_step_ahead'"
@@ -185,24 +186,25 @@ class MCTF:
         left = tokens - r
         paper_match = split_product(tokens, shape.channels)
         run_match = unprotected_product(tokens, protected, shape.channels)
-        look = shape.norm(tokens) + shape.queries_keys(tokens) + shape.product(tokens, tokens)
-        again = shape.product(tokens, tokens)  # the plain implementation looks at the map in a pass of its own
+        reading = shape.norm(tokens) + shape.queries_keys(tokens)
+        full = shape.product(tokens, tokens)
+        # the plain implementation looks at the map, or at its first row, in a pass of its own
+        look = shape.product(1 if self._rows(protected) == "class" else tokens, tokens)
         if self.attention == "precise":
-            rest = shape.plain(left)
-            return Cost(paper=look + paper_match + rest, run=look + run_match + rest)
+            rest = reading + shape.plain(left)
+            return Cost(paper=rest + full + paper_match, run=rest + look + run_match)
         if self.attention == "previous":
             rest = shape.plain(tokens)
-            return Cost(paper=rest + paper_match, run=rest + again + run_match)
-        rest = shape.project(left) + shape.mlp_branch(left)
+            return Cost(paper=rest + paper_match, run=rest + look + run_match)
+        rest = reading + shape.project(left) + shape.mlp_branch(left)
         if self.attention == "exact":
-            rest += look + shape.values(tokens) + shape.product(tokens, tokens)
-            return Cost(paper=rest + paper_match, run=rest + again + run_match)
-        rest += look + shape.norm(left) + shape.values(left)
-        # The paper multiplies the fused M x M map with the values; we attend over N x N, after one look at it.
-        return Cost(
-            paper=rest + paper_match + shape.product(left, left),
-            run=rest + run_match + 2 * shape.product(tokens, tokens),
-        )
+            rest += shape.values(tokens) + 2 * full + shape.finish_context(tokens)
+            return Cost(paper=rest + paper_match, run=rest + look + run_match)
+        rest += shape.norm(left) + shape.values(left) + shape.finish_context(left)
+        # The paper multiplies the fused M x M map with the values, and so do we for the maximum; else we attend N x N.
+        paper = full + shape.product(left, left)
+        run = paper if self.pooling == "max" else 2 * full
+        return Cost(paper=rest + paper_match + paper, run=rest + run_match + look + run)
 
 
 @dataclass(frozen=True)

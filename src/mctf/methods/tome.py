@@ -14,7 +14,7 @@ from .. import kernels
 from ..core import criteria, matching
 from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost, split_product, unprotected_product
-from .base import BlockOps, Step, run_unfused
+from .base import BlockOps, Step, check_switches, run_unfused
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class ToMe:
     name: ClassVar[str] = "tome"
     summary: ClassVar[str] = "Token Merging (ICLR 2023): one-way matching of keys, between attention and MLP"
     min_tokens: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check_switches(proportional=self.proportional)
 
     def check(self, *, protected: int) -> None:
         """ToMe fits every model."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MctfError, did_you_mean
-from .pretrained import pretrained_options
+from .pretrained import WeightsUnavailableError, pretrained_options
 
 
 def check_name(name: str) -> None:
@@ -41,23 +41,47 @@ def create_empty(name: str, *, image_size: tuple[int, int] | None = None) -> nn.
 def load_model(name: str, *, weights: Path | None = None, image_size: tuple[int, int] | None = None) -> nn.Module:
     """A timm model with the weights of a file or, without one, with timm's pretrained weights."""
     if weights is not None:
-        model = create(name, image_size=image_size)
-        load_weights(model, weights)
-        return model
+        return _load_file(name, weights, image_size)
     try:
         return create(name, image_size=image_size, **pretrained_options(name))
     except MctfError:
         raise
     except Exception as failure:  # network, hub and cache errors share no base class
         reason = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
-        raise MctfError(
+        raise WeightsUnavailableError(
             f"the pretrained weights of {name} cannot be fetched ({reason}): pass a file with --weights"
         ) from None
 
 
+def _load_file(name: str, path: Path, image_size: tuple[int, int] | None) -> nn.Module:
+    """A model with as many classes as the file has, its positions resampled for another image size."""
+    state = read_state_dict(path)
+    model: Any = create(name)
+    classes = _classes_of(state, model)
+    if classes not in (None, model.num_classes):
+        model.reset_classifier(classes)
+    _load_state(model, state, path)
+    if image_size is not None:
+        if not hasattr(model, "set_input_size"):
+            raise MctfError(f"{name} has no image size to set: leave out --image-size")
+        model.set_input_size(img_size=image_size)
+    return model
+
+
+def _classes_of(state: dict[str, Tensor], model: nn.Module) -> int | None:
+    """Rows of the classifier in a state_dict, None where it has none."""
+    classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
+    name = classifier[0] if isinstance(classifier, (tuple, list)) else classifier
+    weight = state.get(f"{name}.weight")
+    return None if weight is None or weight.dim() == 0 else weight.shape[0]
+
+
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load a .safetensors, .pt or .pth file into a model; refuses weights of another model."""
-    state = read_state_dict(path)
+    _load_state(model, read_state_dict(path), path)
+
+
+def _load_state(model: nn.Module, state: dict[str, Tensor], path: Path) -> None:
     own = model.state_dict()
     missing = sorted(own.keys() - state.keys())
     unexpected = sorted(state.keys() - own.keys())
@@ -72,7 +96,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 def read_state_dict(path: Path) -> dict[str, Tensor]:
     """Tensors by name from a file; nothing in it is executed. Common wrappers and prefixes are taken off."""
     if not path.is_file():
-        raise MctfError(f"there is no weights file {path}")
+        raise MctfError(f"there is no weights file {path}: give a .safetensors, .pt or .pth file")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -81,7 +105,8 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         else:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as failure:  # damaged files raise whatever the reader trips over
-        raise MctfError(f"{path} cannot be read as weights: {str(failure).splitlines()[0]}") from None
+        reason = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+        raise MctfError(f"{path} cannot be read as weights ({reason}): fetch it again") from None
     for wrapper in ("model", "state_dict"):
         if isinstance(loaded, dict) and isinstance(loaded.get(wrapper), dict):
             loaded = loaded[wrapper]

@@ -10,8 +10,12 @@ from ..errors import MctfError
 PATIENCE = 2.0  # seconds for the hub's first answer; its own client retries for most of a minute
 
 
+class WeightsUnavailableError(MctfError):
+    """Pretrained weights that can be neither found nor fetched: weights from a file, or random ones, will do."""
+
+
 def pretrained_options(name: str) -> dict[str, object]:
-    """Options that make timm create this model with pretrained weights; raises MctfError where it could not."""
+    """Options that make timm create this model with pretrained weights; raises an error where there are none."""
     import timm
 
     config = timm.get_pretrained_cfg(name)
@@ -22,7 +26,7 @@ def pretrained_options(name: str) -> dict[str, object]:
         # custom_load speaks of files in their authors' format; those on the hub have timm's
         return {"pretrained": True, "pretrained_cfg_overlay": {"file": cached, "custom_load": False}}
     if not hub_answers():
-        raise MctfError(
+        raise WeightsUnavailableError(
             f"the pretrained weights of {name} are not in the cache and the model hub does not answer: "
             "pass a file with --weights"
         )

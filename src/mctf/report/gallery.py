@@ -1,16 +1,20 @@
-"""From a fused model and some images to a sheet: each image, and what its patches became in chosen blocks."""
+"""From a fused model and its inputs to a sheet: each image, and what its patches became in chosen blocks.
+
+Axes: B images, 3 H W; N tokens.
+"""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from ..api import fused_stack
 from ..core.schedule import fast_blocks
+from ..data import Preprocessing
 from ..errors import MctfError
 from ..tracing import Trace, trace
-from .inputs import Preparation
+from .inputs import seen_image
 from .pictures import fused_picture, patch_grid
 from .sheet import Panel, make_sheet
 
@@ -27,22 +31,21 @@ def choose_blocks(blocks: Sequence[int] | None, depth: int) -> tuple[int, ...]:
 
 def gallery(
     model: nn.Module,
-    images: Sequence[Image.Image],
+    inputs: Sequence[Tensor],
+    preprocessing: Preprocessing,
     *,
     blocks: Sequence[int],
     scale: int = 3,
     after_image: Callable[[], object] = lambda: None,
 ) -> Image.Image:
-    """A sheet with one row an image: the crop the model sees, then its fused patches after each of the blocks."""
-    preparation = Preparation.of(model)
-    device = next(model.parameters()).device
+    """A sheet with one row an input (3 H W): the crop the model sees, then its patches after each of the blocks."""
+    prefix = fused_stack(model).host.protected
+    weight = next(model.parameters())
     rows = []
-    for image in images:
-        tensor = preparation.tensor(image)
+    for tensor in inputs:
         with torch.inference_mode(), trace(model) as traced:
-            model(tensor[None].to(device))
-        prefix = fused_stack(model).host.protected
-        rows.append(_row(preparation.picture(tensor), traced, blocks=blocks, prefix=prefix, scale=scale))
+            model(tensor[None].to(weight.device, weight.dtype))
+        rows.append(_row(seen_image(tensor, preprocessing), traced, blocks=blocks, prefix=prefix, scale=scale))
         after_image()
     return make_sheet(rows)
 

@@ -27,9 +27,9 @@ _SEAM = 0.72  # how much light a thin line between two unfused patches leaves
 
 def patch_grid(patches: int, *, height: int, width: int) -> tuple[int, int]:
     """Rows and columns of the square patches that cover an image; raises MctfError where none do."""
-    side = math.sqrt(height * width / patches) if patches > 0 else math.inf
-    rows, columns = round(height / side), round(width / side)
-    if rows * columns != patches:
+    density = math.sqrt(max(patches, 0) / (height * width))  # patches a pixel along one side
+    rows, columns = round(height * density), round(width * density)
+    if patches < 1 or rows * columns != patches:
         raise MctfError(f"{patches} patches form no grid of squares over a {height}x{width} image")
     return rows, columns
 

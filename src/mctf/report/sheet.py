@@ -55,24 +55,13 @@ def _font(panels: Sequence[Panel]) -> ImageFont.FreeTypeFont:
     return ImageFont.load_default(size=size)  # type: ignore[return-value]
 
 
-def check_output(path: Path) -> None:
-    """Raise MctfError unless a picture can be written here: a .png name in a folder that exists."""
-    if path.suffix.lower() != ".png":
-        raise MctfError(f"the picture is a PNG: name it {path.with_suffix('.png').name}, not {path.name}")
-    if not path.parent.is_dir():
-        raise MctfError(f"there is no folder {path.parent} to write {path.name} into: make it first")
-    if path.is_dir():
-        raise MctfError(f"{path} is a folder: name a file inside it")
-
-
 def write_png(picture: Image.Image, path: Path) -> None:
-    """Write under a temporary name and then rename: readers see the old file or the whole new one."""
-    check_output(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Write under a temporary name beside it, then rename: nobody ever sees half a picture."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         picture.save(temporary, format="PNG", optimize=True)
         os.replace(temporary, path)
     except OSError as failure:
-        raise MctfError(f"{path} cannot be written: {failure.strerror or failure}") from None
+        raise MctfError(f"{path} cannot be written ({failure.strerror or failure}): choose another file") from None
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,0 +1,195 @@
+"""Fused models against the clock: plain, fused, and tokens dropped for nothing, all in one run.
+
+Correctness comes first: a fused model whose fast operations disagree with the plain ones is not timed. Every
+contender shares the weights. Tokens dropped for nothing are measured with the model's own patch embedding and with
+the matrix product that fused models use on a GPU: the first says what a free method could gain over the plain
+model, the second what matching and pooling cost.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..api import fuse
+from ..core.schedule import ReductionSpec
+from ..errors import MctfError
+from ..kernels import plain_operations
+from ..kernels.patches import PatchProduct
+from ..models.sharing import copy_sharing_weights
+from .comparison import Timing, measure
+from .plan import plan
+
+PLAIN = "plain"
+CEILING = "free_drop"
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+_CHECKED_IMAGES = 4
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What is timed: methods with one r, at one batch and image size."""
+
+    methods: tuple[str, ...]
+    r: ReductionSpec
+    batch: int
+    image_size: tuple[int, int]
+    compiled: str | None = None  # None for eager, else the mode of torch.compile
+    rounds: int = 7
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender: medians over rounds, spread as a share of the median, memory in MiB where known."""
+
+    name: str
+    r: ReductionSpec
+    batch: int
+    milliseconds: float
+    spread: float
+    images_per_second: float
+    speedup: float
+    gflops: float
+    peak_mib: float | None
+    difference: float | None
+
+
+@torch.inference_mode()
+def benchmark(model: nn.Module, contest: Contest, *, tick: Callable[[], object] = lambda: None) -> tuple[Result, ...]:
+    """Time the plain model and every contender on random images, interleaved; `tick` is called after each step."""
+    weight = next(model.parameters())
+    height, width = contest.image_size
+    channels = getattr(model, "in_chans", 3)
+    images = torch.randn(contest.batch, channels, height, width, device=weight.device).to(weight.dtype)
+    models = dict(_contenders(model, contest))
+    differences = {
+        name: check(made, model, images[:_CHECKED_IMAGES], name)
+        for name, made in models.items()
+        if name != PLAIN and not name.startswith(CEILING)
+    }
+    forwards = {name: _forward(made, contest.compiled) for name, made in models.items()}
+    peaks = {}
+    for name, forward in forwards.items():
+        peaks[name] = _peak(forward, images)
+        tick()
+    repeats = _repeats(forwards[PLAIN], images)
+    times = measure(
+        {name: partial(_repeat, forward, images, repeats) for name, forward in forwards.items()},
+        device=weight.device,
+        rounds=contest.rounds,
+        after_round=tick,
+    )
+    return tuple(
+        _result(name, timing, times[PLAIN], repeats, contest, model, peaks[name], differences.get(name))
+        for name, timing in times.items()
+    )
+
+
+def _contenders(model: nn.Module, contest: Contest) -> Iterator[tuple[str, nn.Module]]:
+    yield PLAIN, copy_sharing_weights(model).eval()
+    for method in (*contest.methods, CEILING):
+        yield method, fuse(copy_sharing_weights(model), method, r=contest.r).eval()
+    ceiling = fuse(copy_sharing_weights(model), CEILING, r=contest.r).eval()
+    projections = [module for module in ceiling.modules() if isinstance(module, PatchProduct)]
+    for projection in projections:
+        projection.wanted = _never
+    if projections and next(model.parameters()).is_cuda:
+        yield f"{CEILING}, own patch embedding", ceiling
+
+
+def _never() -> bool:
+    return False
+
+
+def check(fused: nn.Module, plain: nn.Module, images: Tensor, name: str) -> float:
+    """How far the fused model is from itself in float32 and plain operations: the median over images, relative.
+
+    The median, because two pairs of tokens may score alike within rounding, and then one image may rightly differ.
+    """
+    reference = copy_sharing_weights(fused)
+    reference = reference.to(torch.float32) if images.dtype != torch.float32 else reference
+    with plain_operations():
+        expected = reference(images.float())
+    found = fused(images).float()
+    distance = ((found - expected).norm(dim=1) / expected.norm(dim=1)).median().item()
+    if not distance <= _TOLERANCE[images.dtype]:
+        raise MctfError(
+            f"{name} is wrong on this machine: its output is {distance:.1%} off in {images.dtype}; "
+            "set MCTF_KERNELS=0 to do without its kernels, and please report it"
+        )
+    return distance
+
+
+def _forward(model: nn.Module, compiled: str | None) -> Callable[[Tensor], Tensor]:
+    if compiled is None:
+        return model
+    return torch.compile(model, fullgraph=True, mode=None if compiled == "default" else compiled)
+
+
+def _repeat(forward: Callable[[Tensor], Tensor], images: Tensor, repeats: int) -> None:
+    for _ in range(repeats):
+        forward(images)
+
+
+def _peak(forward: Callable[[Tensor], Tensor], images: Tensor) -> float | None:
+    """MiB at the peak of a forward pass, weights and images included; warms the model up as well."""
+    for _ in range(3):
+        forward(images)
+    if not images.is_cuda:
+        return None
+    torch.cuda.synchronize(images.device)
+    torch.cuda.reset_peak_memory_stats(images.device)
+    forward(images)
+    torch.cuda.synchronize(images.device)
+    return torch.cuda.max_memory_allocated(images.device) / 2**20
+
+
+def _repeats(forward: Callable[[Tensor], Tensor], images: Tensor) -> int:
+    """So many passes that one timing takes about a fifth of a second: shorter ones measure the clock."""
+    timing = measure({PLAIN: partial(forward, images)}, device=images.device, rounds=3, warmup=1)[PLAIN]
+    return max(1, min(200, round(0.2 / timing.median)))
+
+
+def _result(
+    name: str,
+    timing: Timing,
+    plain: Timing,
+    repeats: int,
+    contest: Contest,
+    model: nn.Module,
+    peak: float | None,
+    difference: float | None,
+) -> Result:
+    method = name.partition(",")[0]
+    r: ReductionSpec = 0 if name == PLAIN else contest.r
+    made = plan(model, method="mctf" if name == PLAIN else method, r=r, image_size=contest.image_size)
+    seconds = timing.median / repeats
+    return Result(
+        name=name,
+        r=r,
+        batch=contest.batch,
+        milliseconds=seconds * 1e3,
+        spread=timing.spread,
+        images_per_second=contest.batch / seconds,
+        speedup=timing.speedup_over(plain),
+        gflops=made.gflops,
+        peak_mib=peak,
+        difference=difference,
+    )
+
+
+def verdicts(results: Sequence[Result]) -> list[str]:
+    """A sentence for every fused contender that does not pay, and the distance to the ceiling for those that do."""
+    ceiling = next((each for each in results if each.name == CEILING), None)
+    lines = []
+    for each in results:
+        if each.name == PLAIN or each.name.startswith(CEILING):
+            continue
+        if each.speedup < 1:
+            lines.append(f"{each.name} r={each.r} does not pay here: {each.speedup:.2f} times the plain model's speed")
+        elif ceiling is not None:
+            behind = each.milliseconds / ceiling.milliseconds - 1
+            lines.append(f"{each.name} r={each.r}: {each.speedup:.2f}x, {behind:.0%} slower than dropping for nothing")
+    return lines

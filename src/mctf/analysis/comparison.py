@@ -1,0 +1,64 @@
+"""How fast several ways to do the same work are, measured side by side.
+
+Machines drift: they warm up, throttle and share their cores. So every round runs each way once, each round begins
+with another one, and speeds are compared within a round.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+import torch
+
+from ..errors import MctfError
+from .throughput import timed
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one way to do the work, one entry a round."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Width of the middle half of the rounds, as a share of the median; one round has none."""
+        if len(self.seconds) == 1:
+            return 0.0
+        low, _, high = quantiles(self.seconds, n=4, method="inclusive")
+        return (high - low) / self.median
+
+    def speedup_over(self, other: "Timing") -> float:
+        """How many times as fast as the other this is: the median over rounds of their ratio."""
+        return median(theirs / ours for ours, theirs in zip(self.seconds, other.seconds, strict=True))
+
+
+def measure(
+    forwards: Mapping[str, Callable[[], object]],
+    *,
+    device: torch.device,
+    rounds: int = 7,
+    warmup: int = 2,
+    after_round: Callable[[], object] = lambda: None,
+) -> dict[str, Timing]:
+    """Time each of the callables, interleaved, without gradient, work queued on the device included.
+
+    warmup: rounds that are run and not counted. after_round: called after every round, warm-up included.
+    """
+    if rounds < 1 or warmup < 0:
+        raise MctfError(f"rounds={rounds} with warmup={warmup} measures nothing: take at least one round")
+    names = list(forwards)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    with torch.inference_mode():
+        for index in range(-warmup, rounds):
+            first = index % len(names)
+            for name in names[first:] + names[:first]:
+                _, taken = timed(forwards[name], device)
+                if index >= 0:
+                    seconds[name].append(taken)
+            after_round()
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}

@@ -1,0 +1,154 @@
+"""`mctf demo`: see it work on this machine, with nothing to download."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..errors import MctfError
+from .options import json_option, method_option, parse_reduction
+from .progress import progress
+from .weights import RANDOM, load_or_random
+
+if TYPE_CHECKING:
+    from ..analysis.fidelity import Fidelity
+    from ..report.demonstration import Answer, Speed
+
+_PAYS = 1.02  # a smaller gain is less than two runs of one and the same model differ by
+_STEADY = 0.25  # a wider middle half means that rounds were disturbed
+
+
+@click.command(
+    "demo",
+    epilog="""\b
+Examples:
+  mctf demo
+  mctf demo --model deit_tiny_patch16_224 --weights tiny.safetensors
+  mctf demo -r 20 --batch 32 --output results --json
+""",
+)
+@click.option("--model", default="deit_small_patch16_224", show_default=True, help="A timm model.")
+@click.option("--weights", type=click.Path(path_type=Path), help="Weights file; pretrained or random ones by default.")
+@click.option("-r", "reduction", default="16", show_default=True, help="Tokens to fuse a block: 16, 0.35 or fast.")
+@method_option
+@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Images a batch when timing.")
+@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Rounds of timing.")
+@click.option("--device", "device_name", help="As torch names it; a GPU where there is one by default.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    default=Path("mctf-demo"),
+    show_default=True,
+    help="Folder for the picture.",
+)
+@json_option
+def command(
+    model: str,
+    weights: Path | None,
+    reduction: str,
+    method: str,
+    batch: int,
+    rounds: int,
+    device_name: str | None,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Fuse a model on photographs that come with scikit-image: its plan, speed-up, answers, and a picture.
+
+    Trained weights are used where timm has them in its cache or can fetch them at once; otherwise weights are
+    random, and only cost, speed and picture mean something.
+    """
+    r = parse_reduction(reduction)
+    _check_folder(output)
+
+    from ..analysis.environment import pick_device, versions
+    from ..report.demonstration import WARMUP, Demonstration
+    from ..report.photographs import photographs
+    from ..report.sheet import write_png
+
+    files, device = photographs(), pick_device(device_name)
+    with progress(f"loading {model}"):
+        loaded, source = load_or_random(model, weights=weights)
+        demonstration = Demonstration.of(loaded, files, method=method, r=r, device=device)
+    show = _silent if as_json else click.echo
+    show(f"{demonstration.plan}\n\n{_weights_text(source)}")
+
+    with progress("timing", WARMUP + rounds) as advance:
+        speed = demonstration.speed(batch=batch, rounds=rounds, after_round=advance)
+    show(_speed_text(speed))
+    fidelity, answers = demonstration.answers()
+    show(_fidelity_text(fidelity, answers, images=len(files), trained=source != RANDOM))
+    with progress("drawing", len(files)) as advance:
+        sheet = demonstration.picture(advance)
+    picture = output / "fused.png"
+    output.mkdir(parents=True, exist_ok=True)
+    write_png(sheet, picture)
+    show(f"picture: {picture}")
+
+    if as_json:
+        facts = {
+            "model": model,
+            "weights": source,
+            "method": method,
+            "plan": demonstration.plan.as_dict(),
+            "speed": asdict(speed),
+            "fidelity": asdict(fidelity),
+            "answers": [asdict(answer) for answer in answers] if source != RANDOM else None,
+            "picture": str(picture),
+            "versions": versions(),
+        }
+        click.echo(json.dumps(facts, indent=2))
+
+
+def _silent(_: object) -> None:
+    """Takes the place of click.echo."""
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise MctfError if files could not be written there, also where it has yet to be made."""
+    nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
+    if not nearest.is_dir():
+        raise MctfError(f"{nearest} is a file: name a folder with --output")
+    if not os.access(nearest, os.W_OK):
+        raise MctfError(f"{nearest} cannot be written to: name another folder with --output")
+
+
+def _weights_text(source: str) -> str:
+    if source != RANDOM:
+        return f"weights: {source}"
+    return (
+        "weights: RANDOM. Pretrained ones are not in the cache and cannot be fetched from here, so the answers mean\n"
+        "nothing; cost, speed and picture do. With --weights FILE the answers are real."
+    )
+
+
+def _speed_text(speed: "Speed") -> str:
+    lines = [
+        f"speed: {speed.fused_images_per_second:.1f} images/s fused, {speed.plain_images_per_second:.1f} plain: "
+        f"{speed.speedup:.2f} times as fast",
+        f"  median of {speed.rounds} rounds in turns (middle half within {speed.spread:.0%}), batch {speed.batch}, "
+        f"{speed.dtype}, {speed.device}",
+    ]
+    if speed.spread > _STEADY:
+        lines.append("  the rounds differ too much to trust this: something else keeps the machine busy")
+    elif speed.speedup < _PAYS:
+        lines.append("  fusing does not pay here: finding the pairs costs what the shorter sequence saves;")
+        lines.append("  try a larger model, image or --batch")
+    return "\n".join(lines)
+
+
+def _fidelity_text(fidelity: "Fidelity", answers: list["Answer"], *, images: int, trained: bool) -> str:
+    parts = [f"class-token cosine {fidelity.class_cosine:.4f}"]
+    if fidelity.kl is not None:
+        parts = [f"same first answer for {fidelity.agreement:.0f} %", f"KL {fidelity.kl:.4f}", *parts]
+    lines = [f"fidelity to the plain model on {images} photographs: {', '.join(parts)}"]
+    if not trained:
+        return f"{lines[0]}\n  of random weights: this says nothing about a trained model"
+    for answer in answers:
+        plain = f"{answer.plain} {answer.plain_probability:.0%}"
+        lines.append(f"  {answer.photograph:10}{plain:28} fused: {answer.fused} {answer.fused_probability:.0%}")
+    return "\n".join(lines)

@@ -1,0 +1,109 @@
+"""`mctf visualize`: a picture of which patches were fused."""
+
+import json
+from pathlib import Path
+
+import click
+
+from ..errors import MctfError
+from .options import (
+    blocks_option,
+    image_size_option,
+    json_option,
+    method_option,
+    parse_blocks,
+    parse_image_size,
+    parse_reduction,
+)
+from .progress import progress
+from .weights import load_described
+from .writing import check_writable
+
+
+@click.command(
+    "visualize",
+    epilog="""\b
+Examples:
+  mctf visualize cat.jpg --model deit_small_patch16_224
+  mctf visualize cat.jpg dog.jpg --model deit_tiny_patch16_224 --weights tiny.safetensors --output fused.png
+  mctf visualize cat.jpg --model deit_small_patch16_224 -r fast --method tome --show-blocks 3,6,9
+""",
+)
+@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="IMAGE…")
+@click.option("--model", required=True, help="A timm model, as in deit_small_patch16_224.")
+@click.option("--weights", type=click.Path(path_type=Path), help="Weights file; timm's pretrained ones by default.")
+@click.option("--random-weights", is_flag=True, help="Run without trained weights.")
+@click.option("-r", "reduction", default="16", show_default=True, help="Tokens to fuse a block: 16, 0.35 or fast.")
+@method_option
+@blocks_option
+@click.option("--show-blocks", metavar="I,J,…", help="Blocks to show; quarters of the depth and the last by default.")
+@image_size_option
+@click.option("--scale", type=click.IntRange(1, 16), default=3, show_default=True, help="Enlargement of the picture.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    default=Path("fused.png"),
+    show_default=True,
+    help="PNG to write.",
+)
+@json_option
+def command(
+    images: tuple[Path, ...],
+    model: str,
+    weights: Path | None,
+    random_weights: bool,
+    reduction: str,
+    method: str,
+    blocks: str | None,
+    show_blocks: str | None,
+    image_size: str | None,
+    scale: int,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Draw each IMAGE as the model sees it, and what its patches became in some blocks, side by side.
+
+    Patches fused into one token share their mean colour and a border; patches that are still alone keep their
+    pixels. One row an image.
+    """
+    r, fused_blocks, size = parse_reduction(reduction), parse_blocks(blocks), parse_image_size(image_size)
+    shown = parse_blocks(show_blocks, option="--show-blocks")
+    _check_output(output)
+
+    from ..analysis.plan import plan
+    from ..api import fuse
+    from ..data import Preprocessing
+    from ..hosts import find_host
+    from ..report.gallery import choose_blocks, gallery
+    from ..report.inputs import open_image
+    from ..report.sheet import write_png
+
+    opened = [open_image(path) for path in images]
+    loaded, source = load_described(model, weights=weights, random=random_weights, image_size=size)
+    chosen = choose_blocks(shown, find_host(loaded).depth)
+    counts = plan(loaded, r=r, method=method, blocks=fused_blocks).token_counts
+    fuse(loaded, method, r=r, blocks=fused_blocks)
+    preprocessing = Preprocessing.of(loaded)
+    transform = preprocessing.transform()
+    with progress("drawing", len(opened)) as advance:
+        inputs = [transform(image) for image in opened]
+        sheet = gallery(loaded, inputs, preprocessing, blocks=chosen, scale=scale, after_image=advance)
+    write_png(sheet, output)
+
+    facts = {
+        "output": str(output),
+        "images": [str(path) for path in images],
+        "model": model,
+        "weights": source,
+        "method": method,
+        "r": r,
+        "blocks": [{"block": block, "tokens": counts[block]} for block in chosen],
+    }
+    click.echo(json.dumps(facts, indent=2) if as_json else output)
+
+
+def _check_output(path: Path) -> None:
+    if path.suffix.lower() != ".png":
+        raise MctfError(f"the picture is a PNG: name it {path.stem}.png, not {path.name}")
+    check_writable(path)

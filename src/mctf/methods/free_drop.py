@@ -1,0 +1,41 @@
+"""Dropping tokens for nothing: the ceiling on what any method that leaves as many tokens can gain.
+
+Not a method to use: the last r tokens of the sequence are cut off before the block, without looking at them.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..core.assignment import Assignment
+from ..core.cost import BlockShape, Cost
+from .base import BlockOps, Step
+
+
+@dataclass(frozen=True)
+class FreeDrop:
+    """Cuts off the last r tokens before each block."""
+
+    name: ClassVar[str] = "free_drop"
+    summary: ClassVar[str] = "Control: the last tokens are cut off unseen, the ceiling on speed"
+    min_tokens: ClassVar[int] = 10
+
+    def check(self, *, protected: int) -> None:
+        """Fits every model."""
+
+    def default_blocks(self, depth: int) -> range:
+        return range(1, depth)
+
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, *, r: int, protected: int) -> Step:
+        if r == 0:
+            return Step(block.plain(x), None)
+        batch, tokens, _ = x.shape
+        # to have a place at all, a dropped token is mapped to the last one that stays
+        slots = torch.arange(tokens, device=x.device).clamp_max(tokens - r - 1).expand(batch, -1)
+        return Step(block.plain(x[:, : tokens - r]), None, Assignment(slots, tokens - r))
+
+    def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
+        cost = shape.plain(tokens - r)
+        return Cost(paper=cost, run=cost)

@@ -1,0 +1,135 @@
+"""What the demo shows: one model with and without fusing, on a few photographs.
+
+Axes: B images, 3 H W.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ..analysis.comparison import measure
+from ..analysis.environment import describe_device
+from ..analysis.fidelity import Fidelity, Output, compare
+from ..analysis.plan import Plan, plan
+from ..api import fuse
+from ..core.schedule import ReductionSpec
+from ..data import Preprocessing
+from .gallery import choose_blocks, gallery
+from .inputs import open_image
+
+WARMUP = 2
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Images a second (medians), how many times as fast the fused model is, and under what conditions.
+
+    spread: that of the less steady of the two, see `Timing`.
+    """
+
+    plain_images_per_second: float
+    fused_images_per_second: float
+    speedup: float
+    spread: float
+    rounds: int
+    batch: int
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The first answer of both models for one photograph, and the probability each gives to its own."""
+
+    photograph: str
+    plain: str
+    plain_probability: float
+    fused: str
+    fused_probability: float
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """Two copies of a model, one of them fused, and what both are shown."""
+
+    plain: nn.Module
+    fused: nn.Module
+    plan: Plan
+    preprocessing: Preprocessing
+    names: tuple[str, ...]
+    pixels: Tensor
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, files: Sequence[Path], *, method: str, r: ReductionSpec, device: torch.device
+    ) -> "Demonstration":
+        made = plan(model, method=method, r=r)
+        preprocessing = Preprocessing.of(model)
+        transform = preprocessing.transform()
+        return cls(
+            plain=model.to(device),
+            fused=fuse(copy.deepcopy(model), method, r=r).to(device),
+            plan=made,
+            preprocessing=preprocessing,
+            names=tuple(path.stem for path in files),
+            pixels=torch.stack([transform(open_image(path)) for path in files]).to(device),
+        )
+
+    def speed(self, *, batch: int, rounds: int, after_round: Callable[[], object] = lambda: None) -> Speed:
+        """Both models on the same batch of photographs, in turns."""
+        pixels = self.pixels[torch.arange(batch) % len(self.pixels)]
+        forwards = {"plain": lambda: self.plain(pixels), "fused": lambda: self.fused(pixels)}
+        timings = measure(forwards, device=pixels.device, rounds=rounds, warmup=WARMUP, after_round=after_round)
+        return Speed(
+            plain_images_per_second=batch / timings["plain"].median,
+            fused_images_per_second=batch / timings["fused"].median,
+            speedup=timings["fused"].speedup_over(timings["plain"]),
+            spread=max(timing.spread for timing in timings.values()),
+            rounds=rounds,
+            batch=batch,
+            dtype=str(pixels.dtype).removeprefix("torch."),
+            device=describe_device(pixels.device),
+        )
+
+    @torch.inference_mode()
+    def answers(self) -> tuple[Fidelity, list[Answer]]:
+        """How near the fused model's answers are to the plain one's, and what both say of each photograph."""
+        plain, fused = _output(self.plain, self.pixels), _output(self.fused, self.pixels)
+        classes: Any = getattr(self.plain, "num_classes", 0)
+        fidelity = compare(fused, plain, None, classifies=classes > 0)
+        if not classes:
+            return fidelity, []
+        rows = zip(self.names, _firsts(plain, classes), _firsts(fused, classes), strict=True)
+        return fidelity, [Answer(name, *before, *after) for name, before, after in rows]
+
+    def picture(self, after_image: Callable[[], object] = lambda: None) -> Image.Image:
+        """Every photograph and what its patches became."""
+        blocks = choose_blocks(None, len(self.plan.reductions))
+        return gallery(self.fused, list(self.pixels), self.preprocessing, blocks=blocks, after_image=after_image)
+
+
+def _output(model: Any, pixels: Tensor) -> Output:
+    features = model.forward_features(pixels)
+    return Output(model.forward_head(features), model.forward_head(features, pre_logits=True))
+
+
+def _firsts(output: Output, classes: int) -> list[tuple[str, float]]:
+    """The first answer for each image and its probability."""
+    first = output.logits.double().softmax(dim=1).max(dim=1)
+    names = [_class_name(number, classes) for number in first.indices.tolist()]
+    return list(zip(names, first.values.tolist(), strict=True))
+
+
+def _class_name(number: int, classes: int) -> str:
+    """The everyday name of one of ImageNet's thousand classes; its number where the classes are others."""
+    if classes != 1000:
+        return f"class {number}"
+    from timm.data import ImageNetInfo
+
+    return ImageNetInfo().index_to_description(number).split(",")[0]
