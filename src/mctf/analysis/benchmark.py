@@ -6,6 +6,7 @@ the matrix product that fused models use on a GPU: the first says what a free me
 model, the second what matching and pooling cost.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +66,7 @@ def benchmark(model: nn.Module, contest: Contest, *, tick: Callable[[], object] 
     images = torch.randn(contest.batch, channels, height, width, device=weight.device).to(weight.dtype)
     models = dict(_contenders(model, contest))
     differences = {
-        name: check(made, model, images[:_CHECKED_IMAGES], name)
+        name: check(made, images[:_CHECKED_IMAGES], name)
         for name, made in models.items()
         if name != PLAIN and not name.startswith(CEILING)
     }
@@ -103,13 +104,12 @@ def _never() -> bool:
     return False
 
 
-def check(fused: nn.Module, plain: nn.Module, images: Tensor, name: str) -> float:
+def check(fused: nn.Module, images: Tensor, name: str) -> float:
     """How far the fused model is from itself in float32 and plain operations: the median over images, relative.
 
     The median, because two pairs of tokens may score alike within rounding, and then one image may rightly differ.
     """
-    reference = copy_sharing_weights(fused)
-    reference = reference.to(torch.float32) if images.dtype != torch.float32 else reference
+    reference = copy.deepcopy(fused).float()
     with plain_operations():
         expected = reference(images.float())
     found = fused(images).float()

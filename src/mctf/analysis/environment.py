@@ -1,5 +1,6 @@
 """What a measurement was made on: device and versions, for the reader of its figures."""
 
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -44,11 +45,14 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit this code was checked out from, with a + after it if there are changes; None outside a checkout."""
+    """The commit this code was checked out from, with a + after it if there are changes.
+
+    Outside a checkout, what the environment variable MCTF_COMMIT says.
+    """
     try:
         git = ["git", "-C", str(Path(__file__).parent)]
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("MCTF_COMMIT")
     return head.stdout.strip() + ("+" if changes.stdout.strip() else "")

@@ -46,7 +46,7 @@ def size_bias(sizes: Tensor, like: Tensor) -> Tensor:
 
 def attention_map(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float) -> Tensor:
     """softmax(q kT * scale + log s) itself: B H N N, in at least float32."""
-    logits = at_least_float32((q * scale) @ k.transpose(-2, -1))
+    logits = at_least_float32(q * scale) @ at_least_float32(k).transpose(-2, -1)
     if sizes is not None:
         logits = logits + size_bias(sizes, logits)
     return logits.softmax(dim=-1)
