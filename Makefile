@@ -9,6 +9,7 @@ demo: .venv/ready
 
 test: .venv/ready
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

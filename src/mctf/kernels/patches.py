@@ -51,6 +51,9 @@ class PatchProduct(nn.Conv2d):
         """B C H W -> B D h w."""
         if not (_reduced_precision_on_gpu(images) and self.wanted()):
             return super().forward(images)
+        return self._multiply(images)
+
+    def _multiply(self, images: Tensor) -> Tensor:
         p, q = self.kernel_size
         h, w = images.shape[2] // p, images.shape[3] // q
         pixels = images[:, :, : h * p, : w * q].unflatten(3, (w, q)).unflatten(2, (h, p))  # B C h p w q

@@ -29,10 +29,12 @@ def pooling_kernel(
     y_sum = tl.zeros([SLOTS, Y], tl.float32)
     mass = tl.zeros([SLOTS], tl.float32)
     size = tl.zeros([SLOTS], tl.float32)
+    # weights are taken relative to the first member's: a token alone in its slot then comes out unchanged
+    first = tl.load(weights + image * tokens + tl.load(order + image * tokens + begin, mask=inside, other=0))
     for turn in range(0, tl.max(members, 0)):
         has = turn < members
         token = tl.load(order + image * tokens + begin + turn, mask=has, other=0)
-        weight = tl.load(weights + image * tokens + token, mask=has, other=0.0)
+        weight = tl.load(weights + image * tokens + token, mask=has, other=0.0) / first
         mass += weight
         if HAS_SIZES:
             size += tl.load(sizes + image * tokens + token, mask=has, other=0.0)

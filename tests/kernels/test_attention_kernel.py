@@ -1,0 +1,78 @@
+"""Attention and informativeness by Triton against float64, as near as PyTorch's own attention in the same dtype."""
+
+import pytest
+import torch
+
+from mctf import kernels
+from mctf.core import attention
+from mctf.core.assignment import Assignment
+from mctf.kernels import attention_op
+
+from .conftest import FLOATS, distance, poisoned
+
+FLOOR = {torch.float32: 2e-6, torch.float16: 3e-4, torch.bfloat16: 3e-3}  # what rounding the result alone may cost
+
+
+def inputs(batch, heads, tokens, channels, *, dtype, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    qkv = torch.randn(batch, tokens, 3, heads, channels, generator=generator).to(device, dtype)
+    sizes = torch.randint(1, 9, (batch, tokens), generator=generator).float().to(device)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # strided as a qkv product leaves them
+    return 2 * q, k, v, sizes
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    monkeypatch.setattr(attention_op, "_outputs", poisoned(attention_op._outputs))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("proportional", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 197, 64), (2, 2, 31, 32), (1, 1, 1, 16), (1, 2, 100, 24), (1, 1, 150, 80)])
+def test_context_and_informativeness(shape, proportional, dtype, device):
+    q, k, v, sizes = inputs(*shape, dtype=dtype, device=device)
+    options = {"sizes": sizes if proportional else None, "scale": shape[3] ** -0.5}
+    context, received = kernels.attend_and_look(q, k, v, rows="mean", **options)
+
+    exact = attention.attend(q.double(), k.double(), v.double(), **options)
+    own = distance(attention.attend(q, k, v, **options), exact)
+    assert distance(context, exact) <= 2 * own + FLOOR[dtype]
+    exact = attention.informativeness(q.double(), k.double(), **options)
+    assert distance(received, exact) <= FLOOR[dtype]
+
+
+@pytest.mark.parametrize("tokens", [300, 257])
+def test_sequences_too_long_for_one_pass(tokens, device):
+    q, k, v, sizes = inputs(1, 2, tokens, 32, dtype=torch.float32, device=device)
+    context, received = kernels.attend_and_look(q, k, v, sizes=sizes, scale=0.2, rows="both")
+    assert distance(context, attention.attend(q, k, v, sizes=sizes, scale=0.2)) < 1e-5
+    assert distance(received, attention.informativeness(q, k, sizes=sizes, scale=0.2, rows="both")) < 1e-5
+
+
+@pytest.mark.parametrize("rows", ["mean", "class", "both"])
+def test_rows_that_are_averaged(rows, device):
+    q, k, _, sizes = inputs(2, 2, 40, 16, dtype=torch.float32, device=device)
+    received = kernels.informativeness(q, k, sizes=sizes, scale=0.3, rows=rows)
+    assert distance(received, attention.informativeness(q, k, sizes=sizes, scale=0.3, rows=rows)) < 1e-5
+
+
+def test_values_spread_by_slot(device):
+    q, k, v, sizes = inputs(2, 2, 40, 16, dtype=torch.float32, device=device)
+    slots = torch.stack([torch.randperm(40) % 25 for _ in range(2)]).to(device)
+    spread = Assignment(slots, 25)
+    options = {"sizes": sizes, "scale": 0.25, "spread": spread}
+    values = v[:, :, :25]
+    assert distance(kernels.attend(q, k, values, **options), attention.attend(q, k, values, **options)) < 1e-5
+
+
+def test_a_row_whose_logits_are_all_far_below_zero_is_still_a_mean(device):
+    q, k, v, _ = inputs(1, 1, 20, 16, dtype=torch.float32, device=device)
+    q, k = torch.full_like(q, -30.0), torch.full_like(k, 30.0)
+    context, _ = kernels.attend_and_look(q, k, v, sizes=None, scale=1.0, rows="mean")
+    assert distance(context, v.mean(dim=2, keepdim=True).expand_as(v).transpose(1, 2).flatten(2)) < 1e-5
+
+
+@pytest.mark.parametrize(("tokens", "tiles"), [(1, (16, 0)), (100, (128, 0)), (129, (128, 64)), (256, (128, 128))])
+def test_key_tiles_cover_the_tokens(tokens, tiles):
+    assert attention_op.key_tiles(tokens) == tiles
+    assert sum(tiles) >= tokens

@@ -1,0 +1,46 @@
+"""Whole fused models by kernels against the same models by plain operations."""
+
+import pytest
+import timm
+import torch
+
+import mctf
+from mctf.kernels import plain_operations
+from mctf.kernels.patches import PatchProduct
+
+
+@pytest.fixture
+def model(device):
+    torch.manual_seed(0)
+    return timm.create_model("test_vit", num_classes=10).eval().to(device)
+
+
+@pytest.mark.parametrize("method", ["mctf", "mctf_exact", "tome"])
+@pytest.mark.parametrize("r", [8, "fast"])
+@torch.no_grad()
+def test_kernels_and_plain_operations_agree(model, method, r, device):
+    images = torch.randn(2, 3, 160, 160, device=device)
+    mctf.fuse(model, method, r=r)
+    found = model(images)
+    with plain_operations():
+        expected = model(images)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_training_agrees(model, device):
+    images = torch.randn(2, 3, 160, 160, device=device)
+    mctf.fuse(model, "mctf_exact", r=8)
+    model(images).sum().backward()
+    found = model.blocks[0].attn.qkv.weight.grad.clone()
+    model.zero_grad()
+    with plain_operations():
+        model(images).sum().backward()
+    torch.testing.assert_close(found, model.blocks[0].attn.qkv.weight.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_patches_by_product_are_the_convolution(model, device):
+    convolution = model.patch_embed.proj
+    product = PatchProduct.of(convolution, lambda: True)
+    images = torch.randn(2, 3, 165, 160, device=device)
+    expected = convolution(images)
+    torch.testing.assert_close(product._multiply(images), expected, rtol=1e-4, atol=1e-4)

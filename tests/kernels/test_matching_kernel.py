@@ -1,0 +1,53 @@
+"""Matching by Triton against the plain matching on float64 scores."""
+
+import pytest
+import torch
+
+from mctf import kernels
+from mctf.core import criteria, matching
+from mctf.kernels import matching_op, pooling_op
+
+from .conftest import poisoned
+
+CASES = [(2, 37, 48, 1, 7), (1, 197, 192, 1, 16), (2, 60, 16, 2, 29), (1, 21, 8, 0, 10), (1, 40, 100, 5, 3)]
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    monkeypatch.setattr(matching_op, "_outputs", poisoned(matching_op._outputs))
+
+
+@pytest.mark.parametrize("taus", [criteria.Criteria(), criteria.Criteria(2.0, 0.0, 0.1)])
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize(("batch", "tokens", "channels", "protected", "r"), CASES)
+def test_slots_and_members(batch, tokens, channels, protected, r, sized, bidirectional, taus, device):
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(batch, tokens, channels, generator=generator).to(device)
+    a = torch.rand(batch, tokens, generator=generator).to(device)
+    sizes = torch.randint(1, 5, (batch, tokens), generator=generator).float().to(device) if sized else None
+    found = kernels.match(x, a, sizes, taus, r=r, protected=protected, bidirectional=bidirectional)
+
+    wide = None if sizes is None else sizes.double()
+    scores = criteria.attraction(x.double(), a.double(), wide, taus, protected=protected)
+    by = matching.match_bidirectional if bidirectional else matching.match_one_way
+    expected = by(scores, r, protected=protected)
+    assert torch.equal(found.slots, expected.slots)
+    assert found.count == expected.count
+    order, start = pooling_op.members(expected)
+    assert torch.equal(found.start, start)
+    assert torch.equal(found.slots.gather(1, found.order.long()), expected.slots.gather(1, order.long()))
+    assert torch.equal(found.order.sort(dim=1).values, torch.arange(tokens, device=device).expand(batch, -1).int())
+
+
+def test_equal_scores_fall_by_index(device):
+    x = torch.ones(1, 20, 8, device=device)
+    a = torch.full((1, 20), 0.05, device=device)
+    found = kernels.match(x, a, None, criteria.Criteria(), r=6, protected=1, bidirectional=True)
+    scores = criteria.attraction(x, a, None, criteria.Criteria(), protected=1)
+    assert torch.equal(found.slots, matching.match_bidirectional(scores, 6, protected=1).slots)
+
+
+@pytest.mark.parametrize(("tokens", "protected", "fits"), [(257, 1, True), (258, 1, False), (60, 17, False)])
+def test_what_does_not_fit_is_left_to_plain_matching(tokens, protected, fits):
+    assert matching_op.fits(tokens, protected) == fits

@@ -1,0 +1,51 @@
+"""Pooling by Triton against `Assignment`, values and gradients."""
+
+import pytest
+import torch
+
+from mctf import kernels
+from mctf.core.assignment import Assignment
+from mctf.kernels import pooling_op
+
+from .conftest import distance, poisoned
+
+
+@pytest.fixture
+def fusion(device):
+    generator = torch.Generator().manual_seed(3)
+    slots = torch.stack([(torch.randperm(50, generator=generator) % 31) for _ in range(2)])
+    slots[0, slots[0] == 4] = 5  # one slot with many tokens …
+    slots[0, 0] = 4  # … and none without
+    x = torch.randn(2, 50, 24, generator=generator)
+    y = torch.randn(2, 50, 40, generator=generator)
+    weights = torch.rand(2, 50, generator=generator) + 0.1
+    sizes = torch.randint(1, 5, (2, 50), generator=generator).float()
+    return (Assignment(slots.to(device), 31), *(tensor.to(device) for tensor in (x, y, weights, sizes)))
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.float16, 4e-4), (torch.bfloat16, 3e-3)])
+def test_both_tensors_and_sizes(fusion, dtype, near, monkeypatch):
+    monkeypatch.setattr(pooling_op, "_outputs", poisoned(pooling_op._outputs))
+    assignment, x, y, weights, sizes = fusion
+    x, y = x.to(dtype), y.to(dtype)
+    x_mean, y_mean, totals = kernels.pool_both(x, y, weights, sizes, assignment)
+    assert distance(x_mean, assignment.pool(x.double(), weights.double())) < near
+    assert distance(y_mean, assignment.pool(y.double(), weights.double())) < near
+    assert torch.equal(totals, assignment.total(sizes))
+
+
+def test_a_token_alone_in_its_slot_is_not_changed(fusion):
+    assignment, x, _, weights, _ = fusion
+    pooled = kernels.pool(x, weights, assignment)
+    assert torch.equal(pooled[0, 4], x[0, 0])
+
+
+def test_gradients(fusion):
+    assignment, x, y, weights, sizes = fusion
+    found = [tensor.clone().requires_grad_() for tensor in (x, y)]
+    expected = [tensor.clone().requires_grad_() for tensor in (x, y)]
+    x_mean, y_mean, _ = kernels.pool_both(*found, weights, sizes, assignment)
+    (x_mean.sin().sum() + y_mean.cos().sum()).backward()
+    (assignment.pool(expected[0], weights).sin().sum() + assignment.pool(expected[1], weights).cos().sum()).backward()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert distance(ours.grad, theirs.grad) < 1e-5
