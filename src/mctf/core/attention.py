@@ -6,6 +6,8 @@ for s others counts s times. None means plain attention.
 Axes: B images, H heads, N tokens, d channels a head.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,8 +15,8 @@ from torch import Tensor
 from .assignment import Assignment
 from .criteria import at_least_float32
 
-# The largest piece of an attention map held at once, in elements (64 MiB of float32): whole images are
-# processed together up to here. Pieces of this size already run at full speed.
+# The largest piece of an attention map held at once, in elements (64 MiB of float32). Pieces of this size already
+# run at full speed.
 _PIECE = 1 << 24
 
 
@@ -58,20 +60,44 @@ def informativeness(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float,
 
     rows: "mean" over all query rows (the paper's), "class" for row 0 alone, "both" for the mean of these two.
     """
-    batch, heads, tokens, _ = q.shape
-    images = max(1, _PIECE // (heads * tokens * tokens))
-    if images >= batch:
-        return _received(q, k, sizes, scale, rows)
-    pieces = [
-        _received(q[i : i + images], k[i : i + images], None if sizes is None else sizes[i : i + images], scale, rows)
-        for i in range(0, batch, images)
-    ]
+    queries = q[:, :, :1] if rows == "class" else q
+    pieces = [_received(full_map, rows) for full_map in _map_pieces(queries, k, sizes, scale)]
     return torch.cat(pieces)
 
 
-def _received(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float, rows: str) -> Tensor:
+def attend_and_look(
+    q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, scale: float, rows: str = "mean", dropout: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """`attend` and `informativeness` of the same attention: B N (H d) and B N.
+
+    Without gradient both read the map while a piece of it is there; with gradient it must not be kept.
+    """
+    if dropout or (torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)):
+        context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout)
+        return context, informativeness(q, k, sizes=sizes, scale=scale, rows=rows)
+    contexts, received = [], []
+    done = 0
+    for full_map in _map_pieces(q, k, sizes, scale):
+        values = v[done : done + full_map.shape[0]]
+        contexts.append((full_map.to(v.dtype) @ values).transpose(1, 2).flatten(2))
+        received.append(_received(full_map, rows))
+        done += full_map.shape[0]  # not len(): it would fix the batch of an exported model
+    return torch.cat(contexts), torch.cat(received)
+
+
+def _map_pieces(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float) -> Iterator[Tensor]:
+    """The attention map, some images at a time."""
+    images = max(1, _PIECE // (q.shape[1] * q.shape[2] * k.shape[2]))
+    if images >= q.shape[0]:  # without a loop, whose length an exported model could not vary
+        yield attention_map(q, k, sizes=sizes, scale=scale)
+        return
+    for i in range(0, q.shape[0], images):
+        part = slice(i, i + images)
+        yield attention_map(q[part], k[part], sizes=None if sizes is None else sizes[part], scale=scale)
+
+
+def _received(full_map: Tensor, rows: str) -> Tensor:
     if rows == "class":
-        return attention_map(q[:, :, :1], k, sizes=sizes, scale=scale).mean(dim=(1, 2))
-    full_map = attention_map(q, k, sizes=sizes, scale=scale)
+        return full_map[:, :, 0].mean(dim=1)
     mean = full_map.mean(dim=(1, 2))
     return mean if rows == "mean" else (mean + full_map[:, :, 0].mean(dim=1)) / 2

@@ -67,8 +67,10 @@ def attend_and_look(
         weights = _row_weights(rows, q.shape[2])
         context, received = attention_op.attention(q, k, v, sizes, None, scale, *weights, True)
         return context, received.sum(1)
-    context = attention.attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout)
-    return context, informativeness(q, k, sizes=sizes, scale=scale, rows=rows)
+    if fast(q):
+        context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout)
+        return context, informativeness(q, k, sizes=sizes, scale=scale, rows=rows)
+    return attention.attend_and_look(q, k, v, sizes=sizes, scale=scale, rows=rows, dropout=dropout)
 
 
 @torch.no_grad()

@@ -88,14 +88,14 @@ class MCTF:
 
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, *, r: int, protected: int) -> Step:
         if r == 0:
-            return Step(run_unfused(block, x, self._seen(sizes)), sizes)
+            return Step(run_unfused(block, x, self._counted(sizes)), sizes)
         variants = {"precise": self._precise, "previous": self._previous, "exact": self._exact}
         return variants.get(self.attention, self._ahead)(block, x, sizes, r, protected)
 
     def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
-        seen = self._seen(sizes)
+        counted = self._counted(sizes)
         q, k = block.queries_keys(block.norm1(x))
-        a = kernels.informativeness(q, k, sizes=seen, scale=block.scale, rows=self._rows(protected))
+        a = kernels.informativeness(q, k, sizes=counted, scale=block.scale, rows=self._rows(protected))
         assignment = self._match(x, a, sizes, r, protected)
         weights, counts = self._weights(a, sizes)
         x = self._pool(x, weights, assignment)
@@ -103,11 +103,17 @@ class MCTF:
         h = block.norm1(x)
         values = block.split_heads(block.values(h))
         if self.pooling == "max":
-            full_map = attention.attention_map(q, k, sizes=seen, scale=block.scale)
+            full_map = attention.attention_map(q, k, sizes=counted, scale=block.scale)
             context = _largest_rows(full_map, values, assignment)
         else:
             context = kernels.attend(
-                q, k, values, spread=assignment, sizes=seen, scale=block.scale, dropout=block.attention_dropout
+                q,
+                k,
+                values,
+                spread=assignment,
+                sizes=counted,
+                scale=block.scale,
+                dropout=block.attention_dropout,
             )
             context = kernels.pool(context, weights, assignment)
         x = block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
@@ -123,7 +129,7 @@ class MCTF:
 
     def _precise(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         q, k = block.queries_keys(block.norm1(x))
-        a = kernels.informativeness(q, k, sizes=self._seen(sizes), scale=block.scale, rows=self._rows(protected))
+        a = kernels.informativeness(q, k, sizes=self._counted(sizes), scale=block.scale, rows=self._rows(protected))
         return self._fused(block, x, a, sizes, r, protected, then_run=True)
 
     def _previous(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
@@ -139,9 +145,9 @@ class MCTF:
         assignment = self._match(x, a, sizes, r, protected)
         weights, counts = self._weights(a, sizes)
         x, sizes = self._pool(x, weights, assignment), assignment.total(counts)
-        return Step(run_unfused(block, x, self._seen(sizes)) if then_run else x, sizes, assignment, a)
+        return Step(run_unfused(block, x, self._counted(sizes)) if then_run else x, sizes, assignment, a)
 
-    def _seen(self, sizes: Tensor | None) -> Tensor | None:
+    def _counted(self, sizes: Tensor | None) -> Tensor | None:
         """The sizes attention is proportional to."""
         return sizes if self.proportional else None
 
@@ -153,7 +159,7 @@ class MCTF:
             q,
             k,
             v,
-            sizes=self._seen(sizes),
+            sizes=self._counted(sizes),
             scale=block.scale,
             rows=self._rows(protected),
             dropout=block.attention_dropout,
@@ -188,18 +194,18 @@ class MCTF:
         run_match = unprotected_product(tokens, protected, shape.channels)
         reading = shape.norm(tokens) + shape.queries_keys(tokens)
         full = shape.product(tokens, tokens)
-        # the plain implementation looks at the map, or at its first row, in a pass of its own
+        # before attending, the plain implementation looks at the map, or at its first row, in a pass of its own
         look = shape.product(1 if self._rows(protected) == "class" else tokens, tokens)
         if self.attention == "precise":
             rest = reading + shape.plain(left)
             return Cost(paper=rest + full + paper_match, run=rest + look + run_match)
         if self.attention == "previous":
             rest = shape.plain(tokens)
-            return Cost(paper=rest + paper_match, run=rest + look + run_match)
+            return Cost(paper=rest + paper_match, run=rest + run_match)
         rest = reading + shape.project(left) + shape.mlp_branch(left)
         if self.attention == "exact":
             rest += shape.values(tokens) + 2 * full + shape.finish_context(tokens)
-            return Cost(paper=rest + paper_match, run=rest + look + run_match)
+            return Cost(paper=rest + paper_match, run=rest + run_match)
         rest += shape.norm(left) + shape.values(left) + shape.finish_context(left)
         # The paper multiplies the fused M x M map with the values, and so do we for the maximum; else we attend N x N.
         paper = full + shape.product(left, left)

@@ -1,0 +1,103 @@
+"""One fusion as one vector, against loops; gradients by finite differences."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mctf.core.assignment import Assignment
+
+many = settings(max_examples=60)
+
+
+@st.composite
+def assignments(draw: st.DrawFn) -> Assignment:
+    """Any fusion in which every slot is used."""
+    tokens = draw(st.integers(1, 14))
+    count = draw(st.integers(1, tokens))
+    images = [
+        draw(st.permutations([*range(count), *(draw(st.integers(0, count - 1)) for _ in range(tokens - count))]))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    return Assignment(torch.tensor(images), count)
+
+
+def draw_tokens(assignment: Assignment, channels: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(int(assignment.slots.sum()))
+    return torch.randn(*assignment.slots.shape, channels, generator=generator, dtype=torch.float64)
+
+
+def members(assignment: Assignment, image: int, slot: int) -> list[int]:
+    return [token for token, place in enumerate(assignment.slots[image].tolist()) if place == slot]
+
+
+@many
+@given(assignment=assignments())
+def test_every_operation_is_what_loops_give(assignment: Assignment) -> None:
+    x = draw_tokens(assignment)
+    weights = draw_tokens(assignment)[..., 0].abs() + 0.1
+    total, summed = assignment.total(weights), assignment.sum(x)
+    pooled, largest, picked = assignment.pool(x, weights), assignment.largest(x), assignment.pick(x)
+    for image in range(len(x)):
+        for slot in range(assignment.count):
+            group = members(assignment, image, slot)
+            w, tokens = weights[image, group], x[image, group]
+            torch.testing.assert_close(total[image, slot], w.sum())
+            torch.testing.assert_close(summed[image, slot], tokens.sum(dim=0))
+            torch.testing.assert_close(pooled[image, slot], (w[:, None] * tokens).sum(dim=0) / w.sum())
+            assert torch.equal(largest[image, slot], tokens.amax(dim=0))
+            assert torch.equal(picked[image, slot], tokens[0])
+
+
+@many
+@given(assignment=assignments())
+def test_spreading_gives_each_token_its_slot(assignment: Assignment) -> None:
+    fused = draw_tokens(Assignment(assignment.slots[:, : assignment.count], assignment.count))
+    spread = assignment.spread(fused)
+    for image, row in enumerate(assignment.slots.tolist()):
+        for token, slot in enumerate(row):
+            assert torch.equal(spread[image, token], fused[image, slot])
+    assert torch.equal(assignment.spread(fused[..., 0]), spread[..., 0])
+    assert torch.equal(assignment.spread(fused[..., None]), spread[..., None])
+    assert torch.equal(assignment.pick(spread), fused)
+    torch.testing.assert_close(assignment.pool(spread, torch.ones_like(spread[..., 0])), fused)
+
+
+@many
+@given(first=assignments(), data=st.data())
+def test_two_fusions_are_one(first: Assignment, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, first.count))
+    slots = [data.draw(st.permutations([i % count for i in range(first.count)])) for _ in first.slots]
+    later = Assignment(torch.tensor(slots), count)
+    both = first.then(later)
+    x = draw_tokens(first)
+    torch.testing.assert_close(both.sum(x), later.sum(first.sum(x)))
+    fused = later.sum(first.sum(x))
+    assert torch.equal(both.spread(fused), first.spread(later.spread(fused)))
+    assert both.count == count
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_pooling_keeps_the_dtype_and_sums_in_float32(dtype: torch.dtype) -> None:
+    assignment = Assignment(torch.zeros(1, 4000, dtype=torch.int64), 1)
+    pooled = assignment.pool(torch.ones(1, 4000, 2, dtype=dtype), torch.ones(1, 4000))
+    assert pooled.dtype == dtype
+    torch.testing.assert_close(pooled, torch.ones(1, 1, 2, dtype=dtype), atol=1e-3, rtol=0)
+
+
+OPERATIONS = {
+    "sum": lambda assignment, x: assignment.sum(x),
+    "pool": lambda assignment, x: assignment.pool(x, torch.linspace(0.1, 2, 8, dtype=x.dtype).view(2, 4)),
+    "largest": lambda assignment, x: assignment.largest(x),
+    "pick": lambda assignment, x: assignment.pick(x),
+    "spread": lambda assignment, x: assignment.spread(x[:, : assignment.count]),
+    "spread then pick": lambda assignment, x: assignment.pick(assignment.spread(x[:, : assignment.count])),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_gradients(operation: str) -> None:
+    assignment = Assignment(torch.tensor([[1, 0, 1, 2], [2, 2, 1, 0]]), 3)
+    x = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: OPERATIONS[operation](assignment, x), x)

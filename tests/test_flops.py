@@ -1,0 +1,150 @@
+"""The cost model: every published figure, and fvcore's count of what a fused model really runs."""
+
+import csv
+from math import prod
+from typing import Any
+
+import pytest
+import timm
+import torch
+from fvcore.nn import FlopCountAnalysis
+from fvcore.nn.jit_handles import get_shape
+from torch import Tensor, nn
+
+import mctf
+from models import METHODS, NAMES, make, make_images
+from shared_data import SHARED, needs_shared
+
+TABLE = "paper/flops_accuracy_by_r.csv"
+MODELS = ("deit_tiny", "deit_small")
+EXACT = 1e-9  # both counts are whole numbers of multiply-adds, divided by 1e9
+
+
+def published() -> list[tuple[str, int, float]]:
+    """Model, r and GFLOPs of every row about a DeiT; empty where the table is absent."""
+    if not (SHARED / TABLE).exists():
+        return []
+    with (SHARED / TABLE).open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["model"] in MODELS]
+    return sorted({(row["model"], int(row["r"]), float(row["gflops"])) for row in rows})
+
+
+@needs_shared(TABLE)
+def test_the_published_table_has_both_models() -> None:
+    assert {model for model, _, _ in published()} == set(MODELS)
+    assert len(published()) >= 40
+
+
+@needs_shared(TABLE)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_published_figure(model: str) -> None:
+    rows = [row for row in published() if row[0] == model]
+    host = timm.create_model(f"{model}_patch16_224")
+    assert [row for row in rows if abs(mctf.plan(host, r=row[1]).gflops - row[2]) > 0.01] == []
+    assert mctf.plan(host).gflops_base == mctf.plan(host, r=0).gflops
+
+
+def attention_flops(inputs: list[Any], outputs: list[Any]) -> int:
+    """q kT and A v of scaled dot-product attention: B H N d times the number of keys, twice."""
+    query, key = get_shape(inputs[0]), get_shape(inputs[1])
+    return 2 * prod(query) * key[2]
+
+
+class Unseen(nn.Module):
+    """Keeps a model's parts from fvcore, which hangs hooks on every part it sees: a fused block with hooks on it
+    calls those parts whole, and would run more than it does alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.hidden = (model.requires_grad_(False),)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.hidden[0](images)
+
+
+def counted(model: nn.Module, images: Tensor) -> float:
+    """GFLOPs that fvcore counts while the model runs on one image."""
+    analysis = FlopCountAnalysis(Unseen(model), images[:1])
+    analysis.set_op_handle("aten::scaled_dot_product_attention", attention_flops)
+    analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
+    return analysis.total() / 1e9
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_fvcore_counts_the_plain_model_alike(name: str) -> None:
+    model = make(name)
+    plan = mctf.plan(model, r=0)
+    assert counted(model, make_images(model, 1)) == pytest.approx(plan.gflops_base, rel=EXACT)
+    assert plan.gflops == plan.gflops_base == plan.gflops_run
+
+
+@pytest.mark.parametrize("method", ["mctf", "tome"])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_fvcore_counts_the_fused_model_alike(name: str, method: str) -> None:
+    model, r = make(name), [3, 20, 0, 0.3]
+    plan = mctf.plan(model, method=method, r=r)
+    mctf.fuse(model, method, r=r)
+    assert counted(model, make_images(model, 1)) == pytest.approx(plan.gflops_run, rel=EXACT)
+    assert plan.gflops_run < plan.gflops_base * 1.2
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"attention": "precise"},
+    {"attention": "previous"},
+    {"attention": "exact"},
+    {"bidirectional": False},
+    {"pooling": "max"},
+    {"tau_info": 0, "tau_size": 0},
+    {"informativeness": "class"},
+    {"informativeness": "both", "attention": "previous"},
+    {"attention": "exact", "informativeness": "class"},
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@pytest.mark.parametrize("name", ["registers", "gated", "post_norm"])
+@torch.no_grad()
+def test_fvcore_counts_every_variant_alike(name: str, options: dict[str, Any]) -> None:
+    model = make(name)
+    plan = mctf.plan(model, r=9, **options)
+    mctf.fuse(model, r=9, **options)
+    assert counted(model, make_images(model, 1)) == pytest.approx(plan.gflops_run, rel=EXACT)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_fvcore_counts_deit_tiny_alike(method: str) -> None:
+    model = timm.create_model("deit_tiny_patch16_224").eval()
+    images = torch.zeros(1, 3, 224, 224)
+    plan = mctf.plan(model, method=method, r=16)
+    assert counted(model, images) == pytest.approx(plan.gflops_base, rel=EXACT)
+    mctf.fuse(model, method, r=16)
+    assert counted(model, images) == pytest.approx(plan.gflops_run, rel=EXACT)
+
+
+HEADS: list[dict[str, Any]] = [
+    {"global_pool": ""},
+    {"global_pool": "avgmax"},
+    {"global_pool": "prr"},
+    {"global_pool": "prr", "reg_tokens": 2},
+    {"num_classes": 0},
+    {"final_norm": False},
+]
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+@torch.no_grad()
+def test_fvcore_counts_every_head_alike(head: dict[str, Any]) -> None:
+    model = make("plain", **head)
+    plan = mctf.plan(model, r=8)
+    assert counted(model, make_images(model, 1)) == pytest.approx(plan.gflops_base, rel=EXACT)
+    mctf.fuse(model, r=8)
+    assert counted(model, make_images(model, 1)) == pytest.approx(plan.gflops_run, rel=EXACT)
+
+
+@torch.no_grad()
+def test_the_count_can_differ() -> None:
+    model = make("plain")
+    assert counted(model, make_images(model, 1)) != pytest.approx(mctf.plan(model, r=8).gflops_run, rel=EXACT)

@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import mctf
+from mctf.data import Preprocessing
+from mctf.errors import MctfError
+from mctf.models.loading import create
+from mctf.report.gallery import choose_blocks, gallery
+from mctf.report.inputs import seen_image
+from mctf.report.pictures import fused_picture
+from mctf.report.sheet import Panel, make_sheet
+
+SIZE = (96, 160)  # 6 x 10 patches
+
+
+def prepared(**features: object) -> tuple[torch.nn.Module, Preprocessing, list[torch.Tensor]]:
+    model = create("test_vit", image_size=SIZE, **features)
+    preprocessing = Preprocessing.of(model)
+    generator = np.random.default_rng(0)
+    images = [Image.fromarray(generator.integers(0, 256, (120, 200, 3), dtype=np.uint8)) for _ in range(2)]
+    return model, preprocessing, [preprocessing.transform()(image) for image in images]
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_every_panel_shows_its_own_image_after_its_own_block(prefix: int) -> None:
+    kinds = {0: {"class_token": False, "global_pool": "avg"}, 1: {}, 5: {"reg_tokens": 4}}
+    model, preprocessing, inputs = prepared(**kinds[prefix])
+    mctf.fuse(model, r=6)
+    rows = []
+    for tensor in inputs:
+        with torch.inference_mode(), mctf.trace(model) as trace:
+            model(tensor[None])
+        seen = seen_image(tensor, preprocessing)
+        panels = [Panel(seen, f"input: {60 + prefix} tokens")]
+        for block in (1, 5):
+            slots = trace.source_map(block)[0, prefix:]
+            caption = f"block {block}: {60 + prefix - 6 * block} tokens"
+            panels.append(Panel(fused_picture(seen, slots, grid=(6, 10), scale=1), caption))
+        rows.append(panels)
+    expected = make_sheet(rows)
+    assert gallery(model, inputs, preprocessing, blocks=(1, 5), scale=1).tobytes() == expected.tobytes()
+
+
+def test_what_is_shown_is_what_the_model_sees() -> None:
+    _, preprocessing, (tensor, _) = prepared()
+    shown = np.asarray(seen_image(tensor, preprocessing)) / 255
+    seen = (shown - preprocessing.mean) / preprocessing.std
+    step = 1 / 255 / min(preprocessing.std)  # of 8 bits
+    assert np.abs(seen.transpose(2, 0, 1) - tensor.numpy()).max() < step
+
+
+@pytest.mark.parametrize(("depth", "blocks"), [(12, (3, 6, 9, 11)), (6, (2, 3, 4, 5)), (1, (0,))])
+def test_blocks_by_default(depth: int, blocks: tuple[int, ...]) -> None:
+    assert choose_blocks(None, depth) == blocks
+
+
+def test_blocks_keep_the_order_asked_for() -> None:
+    assert choose_blocks((5, 1), 6) == (5, 1)
+    with pytest.raises(MctfError, match="no block 6"):
+        choose_blocks((5, 6), 6)
+
+
+def test_a_model_that_is_not_fused_is_refused() -> None:
+    model, preprocessing, inputs = prepared()
+    with pytest.raises(MctfError, match="not fused"):
+        gallery(model, inputs, preprocessing, blocks=(1,))

@@ -1,0 +1,178 @@
+"""What holds for every method on every model: nothing fused changes nothing, no token is lost, images are apart."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+import mctf
+from models import DEPTH, METHODS, NAMES, equal_tokens, make, make_images, tokens_of
+
+entries = st.one_of(st.integers(0, 40), st.floats(0, 0.6))
+reductions = st.one_of(entries, st.lists(entries, min_size=DEPTH, max_size=DEPTH))
+every_model = pytest.mark.parametrize("name", NAMES)
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+@every_method
+@every_model
+@torch.no_grad()
+def test_r_0_is_the_plain_model_bit_for_bit(name: str, method: str) -> None:
+    model = make(name)
+    images = make_images(model, 2)
+    plain = model(images)
+    for nothing in (0, 0.0, [0] * DEPTH):
+        mctf.fuse(model, method, r=nothing)
+        assert torch.equal(model(images), plain)
+        assert torch.equal(mctf.unfuse(model)(images), plain)
+
+
+def assert_nothing_lost(model: VisionTransformer, trace: mctf.Trace, tokens: int) -> None:
+    """Sizes count the input tokens, and prefix tokens are alone in their own places."""
+    prefix = model.num_prefix_tokens
+    for index, block in enumerate(trace.blocks):
+        source = trace.source_map(index)
+        counted = torch.stack([row.bincount(minlength=block.tokens) for row in source]).float()
+        assert source.shape == (len(block.sizes), tokens)
+        assert torch.equal(block.sizes.float(), counted)
+        assert counted.min() >= 1
+        assert (counted.sum(dim=1) == tokens).all()
+        assert (counted[:, :prefix] == 1).all()
+        assert (source[:, :prefix] == torch.arange(prefix)).all()
+
+
+@every_method
+@every_model
+@settings(max_examples=6)
+@given(r=reductions, batch=st.integers(1, 3))
+@torch.no_grad()
+def test_no_token_is_lost(name: str, method: str, r: Any, batch: int) -> None:
+    model = make(name)
+    mctf.fuse(model, method, r=r)
+    with mctf.trace(model) as trace:
+        logits = model(make_images(model, batch))
+    assert logits.isfinite().all()
+    assert trace.token_counts == mctf.plan(model, method=method, r=r).token_counts
+    assert_nothing_lost(model, trace, tokens_of(model))
+
+
+@every_method
+@given(r=reductions, height=st.integers(3, 12), width=st.integers(3, 12))
+@torch.no_grad()
+def test_no_token_is_lost_at_any_image_size(method: str, r: Any, height: int, width: int) -> None:
+    model = make("dynamic")
+    size = (8 * height, 8 * width)
+    mctf.fuse(model, method, r=r)
+    with mctf.trace(model) as trace:
+        logits = model(make_images(model, 2, size=size))
+    assert logits.isfinite().all()
+    assert trace.token_counts == mctf.plan(model, method=method, r=r, image_size=size).token_counts
+    assert_nothing_lost(model, trace, height * width + 1)
+
+
+@torch.no_grad()
+def test_a_lost_token_would_be_noticed() -> None:
+    model = make("plain")
+    mctf.fuse(model, r=8)
+    with mctf.trace(model) as trace:
+        model(make_images(model, 1))
+    trace.blocks[2].sizes[0, 5] += 1
+    with pytest.raises(AssertionError):
+        assert_nothing_lost(model, trace, tokens_of(model))
+
+
+@every_method
+@every_model
+@settings(max_examples=4)
+@given(r=reductions)
+@torch.no_grad()
+def test_a_batch_of_two_is_two_batches_of_one(name: str, method: str, r: Any) -> None:
+    model = make(name).double()  # in float32 the batch decides the last bits, and these decide near-ties
+    images = make_images(model, 2)
+    mctf.fuse(model, method, r=r)
+    apart = torch.cat([model(images[:1]), model(images[1:])])
+    torch.testing.assert_close(model(images), apart, atol=1e-9, rtol=1e-9)
+
+
+def loss_of_equal_tokens(model: VisionTransformer, tokens: Tensor, method: str, **options: Any) -> Tensor:
+    """Largest change by fusing in what the blocks give each input token; checks that something was fused."""
+    plain = model.blocks(tokens)
+    mctf.fuse(model, method, **options)
+    with mctf.trace(model) as trace:
+        fused = model.blocks(tokens)
+    every = fused if fused.shape == plain.shape else trace.spread(fused)
+    mctf.unfuse(model)
+    assert trace.token_counts[-1] < tokens.shape[1]
+    return (every - plain).abs().max()
+
+
+@every_method
+@every_model
+@torch.no_grad()
+def test_equal_tokens_fuse_for_free(name: str, method: str) -> None:
+    model = make(name).double()
+    assert loss_of_equal_tokens(model, equal_tokens(model, 48), method, r=10) < 1e-5
+
+
+@every_method
+@every_model
+@torch.no_grad()
+def test_pairs_of_equal_tokens_find_each_other(name: str, method: str) -> None:
+    model = make(name).double()
+    # so high a temperature of the similarity that no difference in the other criteria outweighs it
+    options = {} if method == "tome" else {"tau_sim": 500.0}
+    assert loss_of_equal_tokens(model, equal_tokens(model, 2), method, r=20, blocks=[1], **options) < 1e-5
+
+
+@every_method
+@torch.no_grad()
+def test_equal_tokens_are_not_free_without_proportional_attention(method: str) -> None:
+    model = make("plain").double()
+    assert loss_of_equal_tokens(model, equal_tokens(model, 48), method, r=10, proportional=False) > 1e-3
+
+
+@every_method
+@pytest.mark.parametrize("name", ["mean_pool", "mean_pool_prefix"])
+@torch.no_grad()
+def test_a_mean_pooled_head_reads_the_size_weighted_mean(name: str, method: str) -> None:
+    model = make(name).double()
+    images = make_images(model, 2)
+    mctf.fuse(model, method, r=12)
+    with mctf.trace(model) as trace:
+        logits = model(images)
+        every = model.forward_features(images)
+    assert every.shape[1] == tokens_of(model)
+
+    prefix = model.num_prefix_tokens
+    fused = torch.zeros(2, trace.token_counts[-1], model.embed_dim, dtype=torch.float64)
+    fused.scatter_(1, trace.source_map()[..., None].expand_as(every), every)
+    sizes = trace.blocks[-1].sizes[:, prefix:, None]
+    mean = (sizes * fused[:, prefix:]).sum(dim=1) / sizes.sum(dim=1)
+    torch.testing.assert_close(logits, model.head(model.fc_norm(mean)), atol=1e-6, rtol=1e-6)
+
+
+@every_method
+@torch.no_grad()
+def test_a_head_changed_while_fused_gets_what_it_reads(method: str) -> None:
+    model = make("plain")
+    mctf.fuse(model, method, r=12)
+    assert model.forward_features(make_images(model, 1)).shape[1] < tokens_of(model)
+    model.reset_classifier(5, "avg")
+    assert model.forward_features(make_images(model, 1)).shape[1] == tokens_of(model)
+    assert model(make_images(model, 1)).shape == (1, 5)
+
+
+@pytest.mark.parametrize("method", ["mctf", "mctf_exact"])
+@torch.no_grad()
+def test_large_batches_are_looked_at_piece_by_piece(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("registers").double()
+    images = make_images(model, 5)
+    mctf.fuse(model, method, r=12)
+    at_once = model(images)
+    for piece in (1, 2 * 3 * 69 * 69):  # one image, two images
+        monkeypatch.setattr("mctf.core.attention._PIECE", piece)
+        torch.testing.assert_close(model(images), at_once, atol=1e-9, rtol=1e-9)

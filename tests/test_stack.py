@@ -1,0 +1,130 @@
+"""The fused stack as a container: called, iterated, indexed, sliced, and read through."""
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+import mctf
+from models import METHODS, make, make_images
+
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def draw_tokens(batch: int = 2, tokens: int = 65) -> Tensor:
+    return torch.randn(batch, tokens, 48, generator=torch.Generator().manual_seed(2))
+
+
+@every_method
+@pytest.mark.parametrize("name", ["plain", "mean_pool", "registers"])
+@torch.no_grad()
+def test_iterating_computes_what_calling_does(name: str, method: str) -> None:
+    model = mctf.fuse(make(name), method, r=8)
+    tokens = draw_tokens()
+    with mctf.trace(model) as trace:
+        called = model.blocks(tokens)
+    seen = trace.source_map()
+    with mctf.trace(model) as trace:
+        one_by_one = tokens
+        for block in model.blocks:
+            one_by_one = block(one_by_one)
+            assert one_by_one.shape == tokens.shape
+    assert torch.equal(trace.source_map(), seen)
+    assert torch.equal(one_by_one, called if called.shape == tokens.shape else trace.spread(called))
+
+
+@torch.no_grad()
+def test_every_iteration_is_a_run_of_its_own() -> None:
+    model = mctf.fuse(make("plain"), r=8)
+    first, second = draw_tokens(2), draw_tokens(3).flip(0)
+    alone = []
+    for tokens in (first, second):
+        for block in model.blocks:
+            tokens = block(tokens)
+        alone.append(tokens)
+    for one, other in zip(model.blocks, model.blocks, strict=True):  # two runs, block by block in turn
+        first, second = one(first), other(second)
+    assert torch.equal(first, alone[0])
+    assert torch.equal(second, alone[1])
+
+
+def test_an_index_gives_the_block_itself() -> None:
+    model = make("plain")
+    blocks = list(model.blocks)
+    mctf.fuse(model, r=8)
+    assert len(model.blocks) == 4
+    assert [model.blocks[index] for index in range(4)] == blocks
+    assert model.blocks[-1] is blocks[-1]
+    assert list(model.blocks.children()) == blocks
+    assert model.get_submodule("blocks.2.attn") is blocks[2].attn
+    with pytest.raises(IndexError):
+        model.blocks[4]
+
+
+@every_method
+@torch.no_grad()
+def test_a_slice_is_the_first_blocks_fused_alike(method: str) -> None:
+    model = mctf.fuse(make("plain"), method, r=[2, 8, 0.2, 5])
+    tokens = draw_tokens()
+    with mctf.trace(model) as whole:
+        model.blocks(tokens)
+    first = model.blocks[:3]
+    assert len(first) == 3
+    with mctf.trace(model) as part:  # a slice is watched with the whole
+        first(tokens)
+    assert part.token_counts == whole.token_counts[:3]
+    assert torch.equal(part.source_map(), whole.source_map(2))
+    assert list(first.children()) == list(model.blocks.children())[:3]
+    assert len(model.blocks[:0]) == 0
+    assert torch.equal(model.blocks[:](tokens), model.blocks(tokens))
+
+
+def test_an_iterated_block_reads_and_writes_through() -> None:
+    model = make("plain")
+    mctf.fuse(model, r=8)
+    for bound, block in zip(model.blocks, model.blocks.children(), strict=True):
+        assert bound.attn is block.attn
+        assert bound.norm1.weight is block.norm1.weight
+        bound.attn.fused_attn = False
+        bound.note = "seen"
+        assert block.note == "seen"
+        assert block.attn.fused_attn is False
+        with pytest.raises(AttributeError, match="nonsense"):
+            _ = bound.nonsense
+
+
+@every_method
+@torch.no_grad()
+def test_blocks_without_fused_attention_compute_the_same(method: str) -> None:
+    model = mctf.fuse(make("plain"), method, r=[0, 8, 0, 8])
+    images = make_images(model, 2)
+    fused = model(images)
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    torch.testing.assert_close(model(images), fused, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_iterating_accepts_arguments_that_mean_nothing() -> None:
+    model = mctf.fuse(make("plain"), r=8)
+    tokens = draw_tokens()
+    block, other = next(iter(model.blocks)), next(iter(model.blocks))
+    assert torch.equal(block(tokens, attn_mask=None, is_causal=False), other(tokens, None))
+
+
+def test_its_text_names_method_and_r() -> None:
+    model = mctf.fuse(make("plain"), "tome", r=0.2, blocks=(1, -1))
+    assert "method=ToMe(proportional=True), r=0.2, blocks=(1, 3)" in repr(model.blocks)
+
+
+@torch.no_grad()
+def test_timm_feature_extractors_work_fused() -> None:
+    extractor = timm.create_model("test_vit", features_only=True).eval()
+    images = torch.randn(1, 3, 160, 160)
+    plain = extractor(images)
+    mctf.fuse(extractor.model, r=0.2)
+    fused = extractor(images)
+    assert [features.shape for features in fused] == [features.shape for features in plain]
+    assert not torch.equal(fused[-1], plain[-1])
+    mctf.unfuse(extractor)
+    assert all(torch.equal(one, other) for one, other in zip(extractor(images), plain, strict=True))
