@@ -184,6 +184,13 @@ def test_informativeness_of_a_class_token_that_is_not_there(rows: str) -> None:
     assert_refused(model, text, lambda: mctf.plan(model, informativeness=rows))
 
 
+def test_a_register_is_no_class_token() -> None:
+    model = make("plain", class_token=False, reg_tokens=2, global_pool="avg")
+    assert_refused(model, "reads the class token", lambda: mctf.fuse(model, informativeness="both"))
+    mctf.fuse(model, "mctf_exact")
+    assert model.blocks.method.informativeness == "mean"
+
+
 def test_fusing_twice() -> None:
     model = mctf.fuse(make("plain"), r=4)
     assert_refused(model, "the model is fused already: mctf.set_r changes r", lambda: mctf.fuse(model, "tome"))

@@ -128,3 +128,11 @@ def test_timm_feature_extractors_work_fused() -> None:
     assert not torch.equal(fused[-1], plain[-1])
     mctf.unfuse(extractor)
     assert all(torch.equal(one, other) for one, other in zip(extractor(images), plain, strict=True))
+
+
+def test_a_list_speaks_of_every_block_whatever_was_chosen_before() -> None:
+    model = mctf.fuse(make("plain"), r=8, blocks=(2,))
+    mctf.set_r(model, [4, 0, 0, 2])
+    assert model.blocks.schedule == (4, 0, 0, 2)
+    mctf.set_r(model, 6)
+    assert model.blocks.schedule == (0, 0, 6, 0)

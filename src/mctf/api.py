@@ -33,7 +33,7 @@ def fuse(
     if _find_stack(model) is not None:
         raise MctfError("the model is fused already: mctf.set_r changes r; mctf.unfuse comes before another method")
     host = find_host(model)
-    made.check(protected=host.protected)
+    made = made.suited(class_token=host.class_token)
     make_schedule(r, depth=host.depth, blocks=chosen, default_blocks=made.default_blocks(host.depth))
     host.install(FusedStack(host.container, host, made, r=r, blocks=chosen))
     return model

@@ -87,7 +87,8 @@ class FusedStack(nn.Module):
     def set_r(self, r: ReductionSpec) -> None:
         """Change how many tokens leave; takes effect with the next forward pass."""
         default_blocks = self.method.default_blocks(len(self))
-        self.schedule = make_schedule(r, depth=len(self), blocks=self.blocks, default_blocks=default_blocks)
+        blocks = None if isinstance(r, (list, tuple)) else self.blocks  # a list speaks of every block itself
+        self.schedule = make_schedule(r, depth=len(self), blocks=blocks, default_blocks=default_blocks)
         self.r = r
 
     def fuses(self) -> bool:

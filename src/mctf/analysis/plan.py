@@ -76,7 +76,7 @@ def plan(
     size = _read_size(image_size)
     made = make_method(method, options)
     host = find_host(create_empty(model, image_size=size) if isinstance(model, str) else model)
-    made.check(protected=host.protected)
+    made = made.suited(class_token=host.class_token)
     architecture = host.architecture(size)
     schedule = make_schedule(
         r,

@@ -44,6 +44,10 @@ class Host(Protocol):
     @property
     def depth(self) -> int: ...
     @property
+    def class_token(self) -> bool:
+        """Whether the first token is a class token."""
+
+    @property
     def protected(self) -> int: ...
     @property
     def reads_every_token(self) -> bool: ...

@@ -58,6 +58,10 @@ class TimmViT:
         return len(self.model.blocks)
 
     @property
+    def class_token(self) -> bool:
+        return self.model.has_class_token
+
+    @property
     def protected(self) -> int:
         return self.model.num_prefix_tokens
 

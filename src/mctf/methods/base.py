@@ -90,8 +90,8 @@ class Method(Protocol):
     summary: ClassVar[str]
     min_tokens: ClassVar[int]
 
-    def check(self, *, protected: int) -> None:
-        """Raise MctfError where the method cannot work with this many protected tokens."""
+    def suited(self, *, class_token: bool) -> "Method":
+        """This method for a model with or without a class token; raises MctfError where it cannot work."""
 
     def default_blocks(self, depth: int) -> Iterable[int]:
         """The blocks that fuse when the user names none."""

@@ -22,8 +22,8 @@ class FreeDrop:
     summary: ClassVar[str] = "Control: the last tokens are cut off unseen, the ceiling on speed"
     min_tokens: ClassVar[int] = 10
 
-    def check(self, *, protected: int) -> None:
-        """Fits every model."""
+    def suited(self, *, class_token: bool) -> "FreeDrop":
+        return self
 
     def default_blocks(self, depth: int) -> range:
         return range(1, depth)

@@ -13,7 +13,7 @@ plain attention followed by fusion, with nothing approximated and one pass over 
 Axes: B images, H heads, N tokens, M = N - r tokens after fusion, C channels.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -77,11 +77,14 @@ class MCTF:
                 "pooling='max' has no exact attention: choose another pooling or attention='one_step_ahead'"
             )
 
-    def check(self, *, protected: int) -> None:
-        if self.informativeness in ("class", "both") and protected == 0:
+    def suited(self, *, class_token: bool) -> "MCTF":
+        if self.informativeness == "auto":
+            return replace(self, informativeness="both" if class_token else "mean")
+        if self.informativeness != "mean" and not class_token:
             raise MctfError(
                 f"informativeness={self.informativeness!r} reads the class token, which this model has not: use 'mean'"
             )
+        return self
 
     def default_blocks(self, depth: int) -> range:
         return range(1, depth)
@@ -95,7 +98,7 @@ class MCTF:
     def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         counted = self._counted(sizes)
         q, k = block.queries_keys(block.norm1(x))
-        a = kernels.informativeness(q, k, sizes=counted, scale=block.scale, rows=self._rows(protected))
+        a = kernels.informativeness(q, k, sizes=counted, scale=block.scale, rows=self.informativeness)
         assignment = self._match(x, a, sizes, r, protected)
         weights, counts = self._weights(a, sizes)
         x = self._pool(x, weights, assignment)
@@ -121,7 +124,7 @@ class MCTF:
 
     def _exact(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         h = block.norm1(x)
-        context, a = self._attend_and_look(block, h, sizes, protected)
+        context, a = self._attend_and_look(block, h, sizes)
         assignment = self._match(x, a, sizes, r, protected)
         weights, counts = self._weights(a, sizes)
         x, context, new_sizes = kernels.pool_both(x, block.finish_context(context, h), weights, counts, assignment)
@@ -129,12 +132,12 @@ class MCTF:
 
     def _precise(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         q, k = block.queries_keys(block.norm1(x))
-        a = kernels.informativeness(q, k, sizes=self._counted(sizes), scale=block.scale, rows=self._rows(protected))
+        a = kernels.informativeness(q, k, sizes=self._counted(sizes), scale=block.scale, rows=self.informativeness)
         return self._fused(block, x, a, sizes, r, protected, then_run=True)
 
     def _previous(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         h = block.norm1(x)
-        context, a = self._attend_and_look(block, h, sizes, protected)
+        context, a = self._attend_and_look(block, h, sizes)
         x = block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
         return self._fused(block, x, a, sizes, r, protected, then_run=False)
 
@@ -151,9 +154,7 @@ class MCTF:
         """The sizes attention is proportional to."""
         return sizes if self.proportional else None
 
-    def _attend_and_look(
-        self, block: BlockOps, h: Tensor, sizes: Tensor | None, protected: int
-    ) -> tuple[Tensor, Tensor]:
+    def _attend_and_look(self, block: BlockOps, h: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v = block.queries_keys_values(h)
         return kernels.attend_and_look(
             q,
@@ -161,15 +162,9 @@ class MCTF:
             v,
             sizes=self._counted(sizes),
             scale=block.scale,
-            rows=self._rows(protected),
+            rows=self.informativeness,
             dropout=block.attention_dropout,
         )
-
-    def _rows(self, protected: int) -> str:
-        """The attention rows that informativeness averages."""
-        if self.informativeness == "auto":
-            return "both" if protected else "mean"
-        return self.informativeness
 
     def _match(self, x: Tensor, a: Tensor, sizes: Tensor | None, r: int, protected: int) -> Assignment:
         criteria = Criteria(self.tau_sim, self.tau_info, self.tau_size)
@@ -195,7 +190,7 @@ class MCTF:
         reading = shape.norm(tokens) + shape.queries_keys(tokens)
         full = shape.product(tokens, tokens)
         # before attending, the plain implementation looks at the map, or at its first row, in a pass of its own
-        look = shape.product(1 if self._rows(protected) == "class" else tokens, tokens)
+        look = shape.product(1 if self.informativeness == "class" else tokens, tokens)
         if self.attention == "precise":
             rest = reading + shape.plain(left)
             return Cost(paper=rest + full + paper_match, run=rest + look + run_match)

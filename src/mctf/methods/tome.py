@@ -33,8 +33,8 @@ class ToMe:
     def __post_init__(self) -> None:
         check_switches(proportional=self.proportional)
 
-    def check(self, *, protected: int) -> None:
-        """ToMe fits every model."""
+    def suited(self, *, class_token: bool) -> "ToMe":
+        return self
 
     def default_blocks(self, depth: int) -> range:
         return range(depth)

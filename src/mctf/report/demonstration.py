@@ -3,7 +3,6 @@
 Axes: B images, 3 H W.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from ..analysis.plan import Plan, plan
 from ..api import fuse
 from ..core.schedule import ReductionSpec
 from ..data import Preprocessing
+from ..models.sharing import copy_sharing_weights
 from .gallery import choose_blocks, gallery
 from .inputs import open_image
 
@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Two copies of a model, one of them fused, and what both are shown."""
+    """A model plain and fused, around the same weights, and what both are shown."""
 
     plain: nn.Module
     fused: nn.Module
@@ -70,11 +70,12 @@ class Demonstration:
         cls, model: nn.Module, files: Sequence[Path], *, method: str, r: ReductionSpec, device: torch.device
     ) -> "Demonstration":
         made = plan(model, method=method, r=r)
+        model = model.to(device)
         preprocessing = Preprocessing.of(model)
         transform = preprocessing.transform()
         return cls(
-            plain=model.to(device),
-            fused=fuse(copy.deepcopy(model), method, r=r).to(device),
+            plain=model,
+            fused=fuse(copy_sharing_weights(model), method, r=r),
             plan=made,
             preprocessing=preprocessing,
             names=tuple(path.stem for path in files),
