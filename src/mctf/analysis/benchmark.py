@@ -80,6 +80,7 @@ def benchmark(model: nn.Module, contest: Contest, *, tick: Callable[[], object] 
         {name: partial(_repeat, forward, images, repeats) for name, forward in forwards.items()},
         device=weight.device,
         rounds=contest.rounds,
+        settle=True,
         after_round=tick,
     )
     return tuple(

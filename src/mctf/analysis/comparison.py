@@ -43,11 +43,13 @@ def measure(
     device: torch.device,
     rounds: int = 7,
     warmup: int = 2,
+    settle: bool = False,
     after_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
     """Time each of the callables, interleaved, without gradient, work queued on the device included.
 
-    warmup: rounds that are run and not counted. after_round: called after every round, warm-up included.
+    warmup: rounds that are run and not counted. settle: run each callable once, untimed, right before its timing, so
+    that it finds caches and memory as it leaves them itself. after_round: called after every round, warm-up included.
     """
     if rounds < 1 or warmup < 0:
         raise MctfError(f"rounds={rounds} with warmup={warmup} measures nothing: take at least one round")
@@ -57,6 +59,8 @@ def measure(
         for index in range(-warmup, rounds):
             first = index % len(names)
             for name in names[first:] + names[:first]:
+                if settle:
+                    forwards[name]()
                 _, taken = timed(forwards[name], device)
                 if index >= 0:
                     seconds[name].append(taken)

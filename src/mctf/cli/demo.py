@@ -136,8 +136,8 @@ def _speed_text(speed: "Speed") -> str:
     if speed.spread > _STEADY:
         lines.append("  the rounds differ too much to trust this: something else keeps the machine busy")
     elif speed.speedup < _PAYS:
-        lines.append("  fusing does not pay here: finding the pairs costs what the shorter sequence saves;")
-        lines.append("  try a larger model, image or --batch")
+        lines.append("  fusing does not pay here: unless something else keeps the machine busy, finding the pairs costs")
+        lines.append("  what the shorter sequence saves; try a larger model, image or --batch")
     return "\n".join(lines)
 
 

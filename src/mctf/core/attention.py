@@ -15,8 +15,9 @@ from torch import Tensor
 from .assignment import Assignment
 from .criteria import at_least_float32
 
-# The largest piece of an attention map held at once, in elements (64 MiB of float32). Pieces of this size already
-# run at full speed.
+# The largest piece of an attention map held at once, in elements. On a CPU it should stay in the cache: DeiT-S looks at
+# 8 images in 2.7 ms by pieces of 2 MiB and in 10 ms at once. Elsewhere 64 MiB already run at full speed.
+_CPU_PIECE = 1 << 19
 _PIECE = 1 << 24
 
 
@@ -48,10 +49,15 @@ def size_bias(sizes: Tensor, like: Tensor) -> Tensor:
 
 def attention_map(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float) -> Tensor:
     """softmax(q kT * scale + log s) itself: B H N N, in at least float32."""
-    logits = at_least_float32(q * scale) @ at_least_float32(k).transpose(-2, -1)
-    if sizes is not None:
-        logits = logits + size_bias(sizes, logits)
-    return logits.softmax(dim=-1)
+    heads = q.shape[1]
+    queries = at_least_float32(q * scale).flatten(0, 1)
+    keys = at_least_float32(k).flatten(0, 1).transpose(1, 2)
+    if sizes is None:
+        logits = queries @ keys
+    else:
+        bias = size_bias(sizes, queries).expand(-1, heads, -1, -1).flatten(0, 1)
+        logits = torch.baddbmm(bias, queries, keys)
+    return logits.softmax(dim=-1).unflatten(0, (-1, heads))
 
 
 @torch.no_grad()
@@ -87,7 +93,8 @@ def attend_and_look(
 
 def _map_pieces(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float) -> Iterator[Tensor]:
     """The attention map, some images at a time."""
-    images = max(1, _PIECE // (q.shape[1] * q.shape[2] * k.shape[2]))
+    in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    images = max(1, (_CPU_PIECE if in_cache else _PIECE) // (q.shape[1] * q.shape[2] * k.shape[2]))
     if images >= q.shape[0]:  # without a loop, whose length an exported model could not vary
         yield attention_map(q, k, sizes=sizes, scale=scale)
         return
