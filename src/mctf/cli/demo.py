@@ -136,7 +136,9 @@ def _speed_text(speed: "Speed") -> str:
     if speed.spread > _STEADY:
         lines.append("  the rounds differ too much to trust this: something else keeps the machine busy")
     elif speed.speedup < _PAYS:
-        lines.append("  fusing does not pay here: unless something else keeps the machine busy, finding the pairs costs")
+        lines.append(
+            "  fusing does not pay here: unless something else keeps the machine busy, finding the pairs costs"
+        )
         lines.append("  what the shorter sequence saves; try a larger model, image or --batch")
     return "\n".join(lines)
 

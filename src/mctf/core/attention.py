@@ -52,11 +52,9 @@ def attention_map(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float) -
     heads = q.shape[1]
     queries = at_least_float32(q * scale).flatten(0, 1)
     keys = at_least_float32(k).flatten(0, 1).transpose(1, 2)
-    if sizes is None:
-        logits = queries @ keys
-    else:
-        bias = size_bias(sizes, queries).expand(-1, heads, -1, -1).flatten(0, 1)
-        logits = torch.baddbmm(bias, queries, keys)
+    logits = queries @ keys
+    if sizes is not None:
+        logits += size_bias(sizes, logits).expand(-1, heads, -1, -1).flatten(0, 1)
     return logits.softmax(dim=-1).unflatten(0, (-1, heads))
 
 
