@@ -1,36 +1,36 @@
 """Running the `mctf` command inside a test: what it prints, what it complains of, how it exits."""
 
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 
 import mctf.cli
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     code: int
     out: str
     err: str
 
 
 class Command:
-    """Call it like the command: `mctf("plan", "test_vit")`."""
+    """Call it like the command, after words it always begins with: `Command(…)("plan", "test_vit")`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *beginning: str) -> None:
         self.monkeypatch = monkeypatch
-        self.capsys = capsys
+        self.capture = capture
+        self.beginning = beginning
 
     def __call__(self, *arguments: object) -> Outcome:
-        self.monkeypatch.setattr(sys, "argv", ["mctf", *map(str, arguments)])
-        self.capsys.readouterr()
+        self.monkeypatch.setattr(sys, "argv", ["mctf", *self.beginning, *map(str, arguments)])
+        self.capture.readouterr()
         try:
             mctf.cli.main()
             code = 0
         except SystemExit as stop:
             code = int(stop.code or 0)
-        printed = self.capsys.readouterr()
+        printed = self.capture.readouterr()
         return Outcome(code, printed.out, printed.err)
 
     def refusal(self, *arguments: object) -> str:

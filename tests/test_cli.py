@@ -8,26 +8,15 @@ import click
 import pytest
 
 import mctf
+from command_line import Command
 from mctf import cli
 
 VERBS = list(cli._VERBS)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of `mctf WORDS…`."""
-    monkeypatch.setattr(sys, "argv", ["mctf", *words])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    return lambda *words: run(monkeypatch, capsys, *words)
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
 
 
 def imported_by(code: str) -> set[str]:

@@ -1,10 +1,7 @@
 """`mctf eval` as people call it: tables, JSON, files, and one line for everything that is wrong."""
 
 import json
-import sys
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import timm
 from safetensors.torch import save_file
 
 import mctf.analysis.evaluate
-import mctf.cli
+from command_line import Command, Outcome
 from images import write_folder, zip_folder
 from mctf.cli.writing import write_text
 from shared_data import SHARED, needs_shared
@@ -21,31 +18,9 @@ from shared_data import SHARED, needs_shared
 KEYS = ["r", "method", "top1", "top5", "agreement", "kl", "class_cosine", "gflops", "images_per_second"]
 
 
-@dataclass(frozen=True)
-class Answer:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Answer]
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Calls `mctf eval` in this process: what it printed and its exit code."""
-
-    def call(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["mctf", "eval", *map(str, arguments)])
-        capfd.readouterr()
-        code: Any = 0
-        try:
-            mctf.cli.main()
-        except SystemExit as stop:
-            code = stop.code
-        return Answer(code, *capfd.readouterr())
-
-    return call
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capfd, "eval")
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +41,17 @@ def basic(place: Path) -> list[object]:
     return ["test_vit", "--data", place / "pictures", "--weights", place / "tiny.safetensors", "--batch-size", 4]
 
 
-def rows_of(answer: Answer) -> list[dict[str, Any]]:
+def rows_of(answer: Outcome) -> list[dict[str, Any]]:
     assert answer.code == 0, answer.err
     return json.loads(answer.out)["rows"]
 
 
-def fidelity_of(answer: Answer) -> list[list[Any]]:
+def fidelity_of(answer: Outcome) -> list[list[Any]]:
     return [[row[key] for key in KEYS[:-1]] for row in rows_of(answer)]
 
 
 class TestJson:
-    def test_has_a_row_for_every_method_and_r(self, run: Run, basic: list[object]) -> None:
+    def test_has_a_row_for_every_method_and_r(self, run: Command, basic: list[object]) -> None:
         answer = run(*basic, "-r", "0,4,fast", "--method", "mctf,tome", "--json")
         rows = rows_of(answer)
         assert answer.err == ""
@@ -92,7 +67,7 @@ class TestJson:
         assert rows[1]["kl"] > 0
         assert rows[1]["gflops"] < rows[0]["gflops"]
 
-    def test_says_what_was_measured(self, run: Run, basic: list[object], place: Path) -> None:
+    def test_says_what_was_measured(self, run: Command, basic: list[object], place: Path) -> None:
         found = json.loads(run(*basic, "-r", "4", "--json", "--device", "cpu", "--limit", "5").out)
         assert found["model"] == "test_vit"
         assert found["data"] == str(place / "pictures")
@@ -104,17 +79,17 @@ class TestJson:
         assert found["preprocessing"]["crop_pct"] == 0.95
         assert [(row["method"], row["r"]) for row in found["rows"]] == [("base", 0), ("mctf", 4)]
 
-    def test_each_pair_is_measured_once(self, run: Run, basic: list[object]) -> None:
+    def test_each_pair_is_measured_once(self, run: Command, basic: list[object]) -> None:
         rows = rows_of(run(*basic, "-r", "4,4", "--method", "tome,tome", "--json"))
         assert [(row["method"], row["r"]) for row in rows] == [("base", 0), ("tome", 4)]
 
-    def test_folder_zip_and_workers_give_the_same(self, run: Run, basic: list[object], place: Path) -> None:
+    def test_folder_zip_and_workers_give_the_same(self, run: Command, basic: list[object], place: Path) -> None:
         expected = fidelity_of(run(*basic, "-r", "0,4", "--json"))
         basic[2] = place / "pictures.zip"
         assert fidelity_of(run(*basic, "-r", "0,4", "--json")) == expected
         assert fidelity_of(run(*basic, "-r", "0,4", "--json", "--workers", 2)) == expected
 
-    def test_the_table_of_classes_decides_the_accuracy(self, run: Run, basic: list[object], place: Path) -> None:
+    def test_the_table_of_classes_decides_the_accuracy(self, run: Command, basic: list[object], place: Path) -> None:
         def top1(*options: object) -> float:
             return rows_of(run(*basic, "-r", "0", "--json", *options))[0]["top1"]
 
@@ -123,7 +98,7 @@ class TestJson:
         shares = [top1(), top1("--classes", place / "shifted.tsv"), top1("--classes", place / "turned.tsv")]
         assert sum(shares) == pytest.approx(100)  # each image is right under exactly one of the three rotations
 
-    def test_unlabelled_images_have_null_accuracy(self, run: Run, basic: list[object], place: Path) -> None:
+    def test_unlabelled_images_have_null_accuracy(self, run: Command, basic: list[object], place: Path) -> None:
         basic[2] = place / "flat"
         answer = run(*basic, "-r", "4", "--json")
         for row in rows_of(answer):
@@ -132,20 +107,20 @@ class TestJson:
             assert row["agreement"] is not None
         assert json.loads(answer.out)["notes"] == ["the images lie in no class folders, so accuracy is unknown"]
 
-    def test_image_size_and_crop_reach_the_model(self, run: Run, basic: list[object]) -> None:
+    def test_image_size_and_crop_reach_the_model(self, run: Command, basic: list[object]) -> None:
         found = json.loads(run(*basic, "-r", "0", "--json", "--image-size", "96x128", "--crop-pct", "0.5").out)
         assert found["preprocessing"]["image_size"] == [96, 128]
         assert found["preprocessing"]["crop_pct"] == 0.5
         tiny = timm.create_model("test_vit", num_classes=3, img_size=(96, 128))
         assert found["rows"][0]["gflops"] == mctf.plan(tiny, r=0, image_size=(96, 128)).gflops_base
 
-    def test_other_dtypes_and_blocks(self, run: Run, basic: list[object]) -> None:
+    def test_other_dtypes_and_blocks(self, run: Command, basic: list[object]) -> None:
         rows = rows_of(run(*basic, "-r", "4", "--json", "--dtype", "bfloat16", "--blocks", "2"))
         assert rows[1]["gflops"] == mctf.plan(timm.create_model("test_vit", num_classes=3), r=4, blocks=[2]).gflops
 
 
 class TestText:
-    def test_is_a_table_with_notes(self, run: Run, basic: list[object], place: Path) -> None:
+    def test_is_a_table_with_notes(self, run: Command, basic: list[object], place: Path) -> None:
         basic[2] = place / "flat"
         answer = run(*basic, "-r", "0,60")
         assert answer.code == 0
@@ -158,19 +133,19 @@ class TestText:
         assert "note: the images lie in no class folders" in answer.out
         assert "note: mctf r=60 is capped for want of tokens in block 1, 2" in answer.out
 
-    def test_progress_goes_to_stderr_when_asked_for(self, run: Run, basic: list[object]) -> None:
+    def test_progress_goes_to_stderr_when_asked_for(self, run: Command, basic: list[object]) -> None:
         answer = run(*basic, "-r", "0", "--json", "--progress")
         assert "batches" in answer.err
         json.loads(answer.out)
 
-    def test_help_has_examples(self, run: Run) -> None:
+    def test_help_has_examples(self, run: Command) -> None:
         answer = run("--help")
         assert answer.code == 0
         assert "mctf eval deit_small_patch16_224 --data" in answer.out
 
 
 class TestOutput:
-    def test_is_the_json_object(self, run: Run, basic: list[object], tmp_path: Path) -> None:
+    def test_is_the_json_object(self, run: Command, basic: list[object], tmp_path: Path) -> None:
         answer = run(*basic, "-r", "0,4", "--output", tmp_path / "rows.json", "--json")
         assert json.loads((tmp_path / "rows.json").read_text()) == json.loads(answer.out)
         assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
@@ -191,7 +166,7 @@ class TestOutput:
         assert list(tmp_path.iterdir()) == [path]
 
     def test_an_interrupt_leaves_nothing(
-        self, run: Run, basic: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, run: Command, basic: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def interrupted(*arguments: object) -> None:
             raise KeyboardInterrupt
@@ -202,7 +177,7 @@ class TestOutput:
         assert list(tmp_path.iterdir()) == []
 
 
-def assert_refused(answer: Answer, *words: str) -> None:
+def assert_refused(answer: Outcome, *words: str) -> None:
     """Exit code 2, nothing on stdout and one line on stderr with these words."""
     assert answer.code == 2
     assert answer.out == ""
@@ -215,14 +190,14 @@ def assert_refused(answer: Answer, *words: str) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        Answer(0, "", "mctf: no\n"),
-        Answer(2, "half a table", "mctf: no\n"),
-        Answer(2, "", "mctf: no\nTraceback\n"),
-        Answer(2, "", "no\n"),
-        Answer(2, "", "mctf: yes\n"),
+        Outcome(0, "", "mctf: no\n"),
+        Outcome(2, "half a table", "mctf: no\n"),
+        Outcome(2, "", "mctf: no\nTraceback\n"),
+        Outcome(2, "", "no\n"),
+        Outcome(2, "", "mctf: yes\n"),
     ],
 )
-def test_assert_refused_can_fail(answer: Answer) -> None:
+def test_assert_refused_can_fail(answer: Outcome) -> None:
     with pytest.raises(AssertionError):
         assert_refused(answer, "no")
 
@@ -253,24 +228,24 @@ class TestRefuses:
             (["--frobnicate"], ["--frobnicate"]),
         ],
     )
-    def test_bad_options(self, run: Run, basic: list[object], options: list[str], words: list[str]) -> None:
+    def test_bad_options(self, run: Command, basic: list[object], options: list[str], words: list[str]) -> None:
         assert_refused(run(*basic, *options), *words)
 
-    def test_no_data(self, run: Run) -> None:
+    def test_no_data(self, run: Command) -> None:
         assert_refused(run("test_vit"), "--data")
 
-    def test_an_unknown_model(self, run: Run, basic: list[object]) -> None:
+    def test_an_unknown_model(self, run: Command, basic: list[object]) -> None:
         assert_refused(run("test_vitt", *basic[1:]), "timm has no model 'test_vitt': did you mean 'test_vit'")
 
-    def test_a_model_that_is_no_vision_transformer(self, run: Run, basic: list[object], tmp_path: Path) -> None:
+    def test_a_model_that_is_no_vision_transformer(self, run: Command, basic: list[object], tmp_path: Path) -> None:
         save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "resnet.safetensors")
         answer = run("test_resnet", *basic[1:], "--weights", tmp_path / "resnet.safetensors")
         assert_refused(answer, "is not built on timm's VisionTransformer")
 
-    def test_weights_of_another_model(self, run: Run, basic: list[object]) -> None:
+    def test_weights_of_another_model(self, run: Command, basic: list[object]) -> None:
         assert_refused(run("test_vit2", *basic[1:]), "tiny.safetensors holds weights of another model")
 
-    def test_places_without_images(self, run: Run, basic: list[object], tmp_path: Path) -> None:
+    def test_places_without_images(self, run: Command, basic: list[object], tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
         assert_refused(run(*basic, "--data", tmp_path / "empty"), "is empty: expected images")
         zipfile.ZipFile(tmp_path / "empty.zip", "w").close()
@@ -281,7 +256,9 @@ class TestRefuses:
 
     @pytest.mark.parametrize("workers", [0, 1])
     @pytest.mark.parametrize("zipped", [False, True])
-    def test_a_damaged_image(self, run: Run, basic: list[object], tmp_path: Path, workers: int, zipped: bool) -> None:
+    def test_a_damaged_image(
+        self, run: Command, basic: list[object], tmp_path: Path, workers: int, zipped: bool
+    ) -> None:
         data = write_folder(tmp_path / "data", *(f"cat/{index}.png" for index in range(6)))
         (data / "cat" / "5.png").write_bytes((data / "cat" / "5.png").read_bytes()[:200])
         data = zip_folder(data, tmp_path / "data.zip") if zipped else data
@@ -298,7 +275,7 @@ class TestRefuses:
         ],
     )
     def test_class_tables_that_do_not_fit(
-        self, run: Run, basic: list[object], tmp_path: Path, table: str, words: str
+        self, run: Command, basic: list[object], tmp_path: Path, table: str, words: str
     ) -> None:
         (tmp_path / "classes.tsv").write_text(table)
         assert_refused(run(*basic, "--classes", tmp_path / "classes.tsv"), words)
@@ -309,7 +286,7 @@ SAMPLE = ("data/imagenet-sample-500.zip", "data/deit_tiny_patch16_224.safetensor
 
 @pytest.mark.slow
 @needs_shared(*SAMPLE)
-def test_the_published_fidelity_on_real_images(run: Run) -> None:
+def test_the_published_fidelity_on_real_images(run: Command) -> None:
     """On 100 of the 500 images whose figures the published implementations gave, at the same crop."""
     data, weights, classes = (SHARED / name for name in SAMPLE)
     model = ["deit_tiny_patch16_224", "--data", data, "--weights", weights, "--classes", classes]

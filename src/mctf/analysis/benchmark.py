@@ -192,5 +192,8 @@ def verdicts(results: Sequence[Result]) -> list[str]:
             lines.append(f"{each.name} r={each.r} does not pay here: {each.speedup:.2f} times the plain model's speed")
         elif ceiling is not None:
             behind = each.milliseconds / ceiling.milliseconds - 1
-            lines.append(f"{each.name} r={each.r}: {each.speedup:.2f}x, {behind:.0%} slower than dropping for nothing")
+            side = "slower" if behind >= 0 else "faster"  # ToMe also fuses in the first block
+            lines.append(
+                f"{each.name} r={each.r}: {each.speedup:.2f}x, {abs(behind):.0%} {side} than dropping for nothing"
+            )
     return lines

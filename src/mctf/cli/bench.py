@@ -81,6 +81,7 @@ def _benchmark(
 
     from ..analysis.benchmark import Contest, verdicts
     from ..analysis.environment import commit, describe_device, pick_device, versions
+    from ..hosts import find_host
     from ..models.loading import create
 
     if threads is not None:
@@ -91,7 +92,7 @@ def _benchmark(
     tables = []
     for name in models:
         model: Any = create(name, image_size=size).to(device, getattr(torch, dtype))
-        own_size = size or tuple(model.patch_embed.img_size)
+        own_size = size or find_host(model).image_size
         for r in parse_reductions(reductions):
             for batch in parse_numbers(batches, "--batch"):
                 contest = Contest(names, r, batch, own_size, mode if compiled else None, rounds)

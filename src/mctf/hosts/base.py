@@ -42,6 +42,10 @@ class Host(Protocol):
         """Undo `install`."""
 
     @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the images the model was made for."""
+
+    @property
     def depth(self) -> int: ...
     @property
     def class_token(self) -> bool:

@@ -54,6 +54,10 @@ class TimmViT:
             self.model.patch_embed.proj = self.model.patch_embed.proj.restored()
 
     @property
+    def image_size(self) -> tuple[int, int]:
+        return tuple(self.model.patch_embed.img_size or (224, 224))
+
+    @property
     def depth(self) -> int:
         return len(self.model.blocks)
 
@@ -74,7 +78,7 @@ class TimmViT:
 
     def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
         model = self.model
-        patches, stem = _stem(model, image_size)
+        patches, stem = _stem(model, image_size or self.image_size)
         tokens = patches + model.num_prefix_tokens
         return Architecture(
             name=(getattr(model, "pretrained_cfg", None) or {}).get("architecture", type(model).__name__),
@@ -201,9 +205,9 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _stem(model: VisionTransformer, image_size: tuple[int, int] | None) -> tuple[int, int]:
+def _stem(model: VisionTransformer, image_size: tuple[int, int]) -> tuple[int, int]:
     """Patches of an image and the multiply-adds of embedding them, from shapes alone."""
-    height, width = image_size or model.patch_embed.img_size or (224, 224)
+    height, width = image_size
     stem = copy.deepcopy(model.patch_embed).to("meta", torch.float32)
     with FlopCounterMode(display=False) as counter:
         try:

@@ -7,6 +7,7 @@ Axes: B images, H heads, N tokens, M slots, D channels a head.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +37,8 @@ def attention(
     With `slots` (B N), v has one row a slot and each key takes the value of its slot.
     """
     out, received = _outputs(q, v is not None, look)
-    launch = _launch_short if _fits_one_pass(q) else _launch_long
-    launch(q, k, v, sizes, slots, out, received, scale * _LOG2_E, row_weight, first_row_weight, look)
+    work = _Work(q, k, v, sizes, slots, out, received, scale * _LOG2_E, row_weight, first_row_weight, look)
+    (_launch_short if _fits_one_pass(q) else _launch_long)(work)
     return out, received
 
 
@@ -53,66 +54,63 @@ def _fits_one_pass(q: Tensor) -> bool:
     return tokens <= _LONGEST_IN_ONE_PASS and tokens * q.shape[3] * q.element_size() <= _KEY_BYTES
 
 
-def _launch_short(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    sizes: Tensor | None,
-    slots: Tensor | None,
-    out: Tensor,
-    received: Tensor,
-    scale_log2: float,
-    row_weight: float,
-    first_row_weight: float,
-    look: bool,
-) -> None:
+class _Work(NamedTuple):
+    """The operator's arguments and outputs, on their way to a kernel."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    sizes: Tensor | None
+    slots: Tensor | None
+    out: Tensor
+    received: Tensor
+    scale_log2: float
+    row_weight: float
+    first_row_weight: float
+    look: bool
+
+    def or_query(self, tensor: Tensor | None) -> Tensor:
+        """A kernel wants a pointer even where it will not read: the queries' will do."""
+        return self.q if tensor is None else tensor
+
+    def flags(self) -> dict[str, bool]:
+        return {"HAS_SIZES": self.sizes is not None, "SPREAD": self.slots is not None, "OUTPUT": self.v is not None}
+
+
+def _launch_short(work: _Work) -> None:
     from .attention_triton import attention_kernel
 
+    q, k, values = work.q, work.k, work.or_query(work.v)
     batch, heads, tokens, _ = q.shape
     tiles = key_tiles(tokens)
-    values = q if v is None else v
     launchable(attention_kernel)[(batch * heads,)](
-        q, k, values, q if sizes is None else sizes, q if slots is None else slots, out, received,
-        tokens, heads, scale_log2, row_weight, first_row_weight,
+        q, k, values, work.or_query(work.sizes), work.or_query(work.slots), work.out, work.received,
+        tokens, heads, work.scale_log2, work.row_weight, work.first_row_weight,
         *q.stride()[:3], *k.stride()[:3], *values.stride()[:3],
-        HAS_SIZES=sizes is not None, SPREAD=slots is not None, OUTPUT=v is not None, LOOK=look,
-        ROWS=_rows_at_once(tokens), T1=tiles[0], T2=tiles[1], **_widths(q),
+        LOOK=work.look, ROWS=_rows_at_once(tokens), T1=tiles[0], T2=tiles[1], **work.flags(), **_widths(q),
         num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
-def _launch_long(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    sizes: Tensor | None,
-    slots: Tensor | None,
-    out: Tensor,
-    received: Tensor,
-    scale_log2: float,
-    row_weight: float,
-    first_row_weight: float,
-    look: bool,
-) -> None:
+def _launch_long(work: _Work) -> None:
     from .attention_triton import long_attention_kernel, long_received_kernel
 
+    q, k, values = work.q, work.k, work.or_query(work.v)
     batch, heads, tokens, _ = q.shape
     tile = 64 if q.element_size() == 4 else 128
-    values = q if v is None else v
+    warps = 8 if tile == 128 else 4
     normaliser = q.new_empty((batch, heads, tokens), dtype=torch.float32)
     grid = (math.ceil(tokens / tile), batch * heads)
     launchable(long_attention_kernel)[grid](
-        q, k, values, q if sizes is None else sizes, q if slots is None else slots, out, normaliser,
-        tokens, heads, scale_log2, *q.stride()[:3], *k.stride()[:3], *values.stride()[:3],
-        HAS_SIZES=sizes is not None, SPREAD=slots is not None, OUTPUT=v is not None,
-        ROWS=tile, KEYS=64, **_widths(q), num_warps=8 if tile == 128 else 4, num_stages=2,
+        q, k, values, work.or_query(work.sizes), work.or_query(work.slots), work.out, normaliser,
+        tokens, heads, work.scale_log2, *q.stride()[:3], *k.stride()[:3], *values.stride()[:3],
+        ROWS=tile, KEYS=64, **work.flags(), **_widths(q), num_warps=warps, num_stages=2,
     )  # fmt: skip
-    if look:
+    if work.look:
         launchable(long_received_kernel)[grid](
-            q, k, q if sizes is None else sizes, normaliser, received,
-            tokens, heads, scale_log2, row_weight, first_row_weight, *q.stride()[:3], *k.stride()[:3],
-            HAS_SIZES=sizes is not None, ROWS=64, KEYS=tile, **_widths(q),
-            num_warps=8 if tile == 128 else 4, num_stages=2,
+            q, k, work.or_query(work.sizes), normaliser, work.received,
+            tokens, heads, work.scale_log2, work.row_weight, work.first_row_weight, *q.stride()[:3], *k.stride()[:3],
+            HAS_SIZES=work.sizes is not None, ROWS=64, KEYS=tile, **_widths(q), num_warps=warps, num_stages=2,
         )  # fmt: skip
 
 
