@@ -76,3 +76,22 @@ def test_a_row_whose_logits_are_all_far_below_zero_is_still_a_mean(device):
 def test_key_tiles_cover_the_tokens(tokens, tiles):
     assert attention_op.key_tiles(tokens) == tiles
     assert sum(tiles) >= tokens
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "shared", "one_pass", "fits"),
+    [
+        ((1, 1, 197, 64), torch.bfloat16, 227 << 10, True, True),
+        ((1, 1, 257, 64), torch.bfloat16, 227 << 10, False, True),
+        ((1, 1, 197, 64), torch.float32, 99 << 10, False, True),
+        ((1, 1, 100, 64), torch.bfloat16, 99 << 10, True, True),
+        ((1, 1, 100, 128), torch.float32, 99 << 10, False, False),
+        ((1, 1, 100, 160), torch.bfloat16, 227 << 10, False, False),
+    ],
+    ids=str,
+)
+def test_what_a_gpu_can_hold(monkeypatch, shape, dtype, shared, one_pass, fits):
+    monkeypatch.setattr(attention_op, "_shared_memory", lambda _: shared)
+    q = torch.empty(shape, dtype=dtype)
+    assert attention_op.fits(q) == fits
+    assert not fits or attention_op._fits_one_pass(q) == one_pass

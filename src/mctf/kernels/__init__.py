@@ -25,7 +25,7 @@ def fast(x: Tensor) -> bool:
 
 def _fast_attention(q: Tensor, v: Tensor | None = None, dropout: float = 0.0) -> bool:
     training = v is not None and torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)
-    return fast(q) and q.shape[3] <= 128 and dropout == 0 and not training
+    return fast(q) and dropout == 0 and not training and attention_op.fits(q)
 
 
 def _row_weights(rows: str, tokens: int) -> tuple[float, float]:

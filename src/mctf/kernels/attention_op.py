@@ -15,7 +15,7 @@ from torch import Tensor
 from .launch import launchable
 
 _LONGEST_IN_ONE_PASS = 256  # tokens whose logits fit a program's registers
-_KEY_BYTES = 1 << 16  # keys of one head that fit shared memory, beside as many values
+_SMALL_SHARED = 99 << 10  # bytes of shared memory every supported GPU gives a program
 _LOG2_E = math.log2(math.e)
 
 
@@ -49,9 +49,28 @@ def _outputs(q: Tensor, output: bool, look: bool) -> tuple[Tensor, Tensor]:
     return out, received
 
 
+def fits(q: Tensor) -> bool:
+    """Whether some kernel can hold heads of this width."""
+    channels = q.shape[3]
+    return channels <= 128 and (channels * q.element_size() <= 256 or _shared_memory(q.device) > _SMALL_SHARED)
+
+
 def _fits_one_pass(q: Tensor) -> bool:
-    tokens = q.shape[2]
-    return tokens <= _LONGEST_IN_ONE_PASS and tokens * q.shape[3] * q.element_size() <= _KEY_BYTES
+    """Whether the keys and values of a head, and the logits of some rows, fit a program."""
+    tokens, channels = q.shape[2:]
+    if tokens > _LONGEST_IN_ONE_PASS:
+        return False
+    keys, rows = sum(key_tiles(tokens)), _rows_at_once(tokens)
+    numbers = keys * (2 * channels + 16) + rows * (keys + channels)
+    return numbers * q.element_size() <= _shared_memory(q.device)
+
+
+@torch.compiler.assume_constant_result
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may take."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 1 << 20  # the interpreter has no such limit
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 class _Work(NamedTuple):
