@@ -211,7 +211,7 @@ def _stem(model: VisionTransformer, image_size: tuple[int, int]) -> tuple[int, i
     stem = copy.deepcopy(model.patch_embed).to("meta", torch.float32)
     with FlopCounterMode(display=False) as counter:
         try:
-            patches = stem(torch.empty(1, model.in_chans, height, width, device="meta"))
+            patches = stem(torch.empty(1, getattr(model, "in_chans", 3), height, width, device="meta"))
         except (AssertionError, RuntimeError) as refusal:
             raise MctfError(
                 f"the model does not take {height}x{width} images ({refusal}): "
