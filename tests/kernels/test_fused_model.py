@@ -27,6 +27,23 @@ def test_kernels_and_plain_operations_agree(model, method, r, device):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_tokens_that_do_not_lie_side_by_side(device):
+    """Without a class token the residual stream keeps the layout of the patch convolution, channels far apart."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", class_token=False, global_pool="avg").eval().to(device)
+    images = torch.randn(2, 3, 160, 160, device=device)
+    patches = model.patch_embed(images)
+    assert patches.stride(-1) != 1
+    for method in ("mctf_exact", "mctf"):
+        mctf.fuse(model, method, r=8, blocks=(0, 1, 2))
+        found = model(images)
+        with plain_operations():
+            expected = model(images)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        mctf.unfuse(model)
+
+
 def test_training_agrees(model, device):
     images = torch.randn(2, 3, 160, 160, device=device)
     mctf.fuse(model, "mctf_exact", r=8)

@@ -36,10 +36,19 @@ def attention(
     received[b, h, j] = sum over rows i of A[b, h, i, j] * (row_weight + first_row_weight * [i == 0]) / (N H).
     With `slots` (B N), v has one row a slot and each key takes the value of its slot.
     """
+    q, k = _channels_last(q), _channels_last(k)
+    v = None if v is None else _channels_last(v)
+    sizes = None if sizes is None else sizes.contiguous()
+    slots = None if slots is None else slots.contiguous()
     out, received = _outputs(q, v is not None, look)
     work = _Work(q, k, v, sizes, slots, out, received, scale * _LOG2_E, row_weight, first_row_weight, look)
     (_launch_short if _fits_one_pass(q) else _launch_long)(work)
     return out, received
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """Kernels take any strides but that of the channels, which must lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _outputs(q: Tensor, output: bool, look: bool) -> tuple[Tensor, Tensor]:

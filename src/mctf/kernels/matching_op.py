@@ -29,6 +29,8 @@ def match(
     """Slot of each token (B N, int64), tokens sorted by slot (B N, int32), where each slot begins there (B M+1)."""
     from .matching_triton import matching_kernel
 
+    x, informativeness = x.contiguous(), informativeness.contiguous()
+    sizes = None if sizes is None else sizes.contiguous()
     batch, tokens, channels = x.shape
     slots, order, start = _outputs(x, r)
     side = max(16, 1 << ((tokens - protected + 1) // 2 - 1).bit_length())

@@ -27,6 +27,9 @@ def pool(
     """Weighted means of x and y (B M C) and sums of sizes (B M); empty for what is not given."""
     from .pooling_triton import pooling_kernel
 
+    x, weights, order, start = x.contiguous(), weights.contiguous(), order.contiguous(), start.contiguous()
+    y = None if y is None else y.contiguous()
+    sizes = None if sizes is None else sizes.contiguous()
     outputs = _outputs(x, y, sizes, start)
     other = x if y is None else y
     batch, tokens, channels = x.shape
