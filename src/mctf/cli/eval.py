@@ -4,10 +4,9 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,14 +20,14 @@ from .options import (
     parse_image_size,
     parse_reductions,
 )
+from .progress import progress as progress_bar
+from .progress import ticking
 from .writing import check_writable, write_text
 
 if TYPE_CHECKING:
     from torch import device as Device
 
     from ..analysis.evaluate import Setting
-
-Item = TypeVar("Item")
 
 _FILE = click.Path(path_type=Path)
 _MOST_WORKERS = 8
@@ -125,7 +124,8 @@ def _evaluate(
         images, labels, preprocessing.transform(), batch_size=batch_size, workers=_workers(workers, device)
     )
     try:
-        result = evaluate(loaded, _with_progress(batches, len(batches), wanted=progress), settings)
+        with progress_bar("batches", len(batches), wanted=progress) as tick:
+            result = evaluate(loaded, ticking(batches, tick), settings)
     except torch.OutOfMemoryError:
         raise MctfError(f"{device} has too little memory for batches of {batch_size}: lower --batch-size") from None
     facts = {
@@ -160,13 +160,3 @@ def _workers(asked: int | None, device: "Device") -> int:
     if asked is not None:
         return asked
     return 0 if device.type == "cpu" else min(_MOST_WORKERS, max(0, (os.cpu_count() or 1) - 1))
-
-
-def _with_progress(items: Iterable[Item], total: int, *, wanted: bool | None) -> Iterator[Item]:
-    """The same items, with a bar on stderr that is gone in the end."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True, force_terminal=True if wanted else None)
-    hidden = not (console.is_terminal if wanted is None else wanted)
-    yield from track(items, "batches", total=total, console=console, transient=True, disable=hidden)
