@@ -5,20 +5,21 @@ under the *same* names, so the state_dict does not change and the rest of the ho
 of a forward pass lives in local variables or in one `_Run`: two threads can share a model.
 
 Hosts use their container in two ways. *Calling* it runs all blocks; the fused tokens come out, spread back to one
-per input token if the host's head reads them all. *Iterating* over it (feature maps, gradient checkpointing)
-yields blocks bound to one fresh run; as the caller may keep what each block returns, these take and give one
-token per input token, and fuse only inside.
+per input token if the host's head reads them all. *Iterating* over it (feature maps, gradient checkpointing, and
+hosts that loop over their blocks) yields blocks bound to one fresh run; as the caller may keep what each block
+returns, these take and give one token per input token, and fuse only inside. Without gradient, a block that is given
+what the block before it returned goes on with the fused tokens behind it: a compiled loop never spreads them.
 
 Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from .core.assignment import Assignment
+from .core.places import Places, first_places
 from .core.schedule import Entry, ReductionSpec, make_schedule, tokens_to_fuse
 from .errors import MctfError
 from .methods.base import BlockOps, Method, Step
@@ -38,7 +39,16 @@ class StackHost(Protocol):
     def reads_every_token(self) -> bool:
         """Whether what follows the stack needs one token per input token."""
 
-    def ops(self, block: nn.Module) -> BlockOps: ...
+    @property
+    def carries_places(self) -> bool:
+        """Whether the blocks ask where their tokens are: rotary tables, relative position biases."""
+
+    def arguments(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        """What a block is called with beside the tokens; raises MctfError for what fused tokens cannot follow."""
+
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> BlockOps:
+        """The pieces of a block for one call; places is None while nothing was fused."""
+
     def uninstall(self, stack: "FusedStack") -> None:
         """Take the stack out of the model again."""
 
@@ -47,17 +57,23 @@ class StackHost(Protocol):
 class _State:
     """What one block hands to the next beside the tokens.
 
-    sizes: B M, None while all are 1. source: the slot of every input token, None while nothing was fused.
+    sizes: B M, None while all are 1. places: what the tokens cover, None while nothing was fused or nobody asks.
     """
 
     sizes: Tensor | None = None
-    source: Assignment | None = None
+    places: Places | None = None
 
-    def after(self, step: Step) -> "_State":
-        source = self.source
-        if step.assignment is not None:
-            source = step.assignment if source is None else source.then(step.assignment)
-        return _State(step.sizes, source)
+    def after(self, step: Step, *, shares: bool) -> "_State":
+        if step.assignment is None:
+            return _State(step.sizes, self.places)
+        weights = step.weights if shares else None
+        if self.places is None:
+            return _State(step.sizes, first_places(step.assignment, weights))
+        return _State(step.sizes, self.places.then(step.assignment, weights))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """One token per input token: B M C -> B N C."""
+        return x if self.places is None else self.places.source.spread(x)
 
 
 class FusedStack(nn.Module):
@@ -102,21 +118,22 @@ class FusedStack(nn.Module):
         container.training = self.training
         return container
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """All blocks: B N C -> B M C, or B N C where the host's head reads every token."""
-        track = self.host.reads_every_token
+        arguments = self.host.arguments(*args, **kwargs)
+        spread, shares = self.host.reads_every_token, self.host.carries_places
         state = _State()
         for index in range(len(self)):
-            step = self._step(index, x, state)
+            step = self._step(index, x, state, arguments)
             self._record(index, x, step)
             x = step.x
-            state = state.after(step) if track else _State(step.sizes)
-        return x if state.source is None else state.source.spread(x)
+            state = state.after(step, shares=shares) if spread or shares else _State(step.sizes)
+        return state.spread(x) if spread else x
 
-    def _step(self, index: int, x: Tensor, state: _State) -> Step:
+    def _step(self, index: int, x: Tensor, state: _State, arguments: Mapping[str, Any]) -> Step:
         protected = self.host.protected
         r = tokens_to_fuse(self.schedule[index], x.shape[1], protected=protected, min_tokens=self.method.min_tokens)
-        block = self.host.ops(self[index])
+        block = self.host.ops(self[index], arguments, state.places)
         return self.method.run(block, x, state.sizes, r=r, protected=protected)
 
     def _record(self, index: int, x: Tensor, step: Step) -> None:
@@ -149,11 +166,23 @@ class FusedStack(nn.Module):
 
 
 class _Run:
-    """The states between the blocks of one iteration; kept per block so that recomputation finds its own."""
+    """The states between the blocks of one iteration; kept per block so that recomputation finds its own.
+
+    given: what the last block gave, and the fused tokens behind it.
+    """
 
     def __init__(self, stack: FusedStack) -> None:
         self.stack = stack
         self.states: dict[int, _State] = {0: _State()}
+        self.given: tuple[Tensor, Tensor] | None = None
+
+    def fused(self, x: Tensor, state: _State) -> Tensor:
+        """The fused tokens behind x (B N C): B M C."""
+        if state.places is None:
+            return x
+        if self.given is not None and self.given[0] is x:  # nobody changes tokens in place between blocks
+            return self.given[1]
+        return state.places.source.pick(x)
 
 
 class BoundBlock:
@@ -162,21 +191,24 @@ class BoundBlock:
     def __init__(self, run: _Run, index: int, block: nn.Module) -> None:
         object.__setattr__(self, "_bound", (run, index, block))
 
-    def __call__(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """B N C -> B N C: fuses inside, gives each input token the value of its fused token."""
         run, index, _ = self._bound
-        if any(value is not None and value is not False for value in (*args, *kwargs.values())):
-            raise MctfError("a fused model takes no attention mask or other block arguments: run mctf.unfuse(model)")
+        host = run.stack.host
+        arguments = host.arguments(*args, **kwargs)
         if index not in run.states:
             raise MctfError(f"block {index} of a fused stack was called before block {index - 1}: call them in order")
         state = run.states[index]
-        tokens = x if state.source is None else state.source.pick(x)
-        step = run.stack._step(index, tokens, state)
+        tokens = run.fused(x, state)
+        step = run.stack._step(index, tokens, state, arguments)
         if index + 1 not in run.states:  # gradient checkpointing calls again, from the last block to the first
             run.stack._record(index, tokens, step)
-        state = state.after(step)
+        state = state.after(step, shares=host.carries_places)
         run.states[index + 1] = state
-        return step.x if state.source is None else state.source.spread(step.x)
+        spread = state.spread(step.x)
+        # with gradient a checkpointed block must depend on nothing but what it is given
+        run.given = None if spread.requires_grad else (spread, step.x)
+        return spread
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bound[2], name)

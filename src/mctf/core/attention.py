@@ -1,7 +1,8 @@
 """Attention over fused tokens, and what it says of their importance, without keeping an N x N map.
 
 `sizes` (B N, float32) makes attention proportional: log s is added to every key's logits, so that a token standing
-for s others counts s times. None means plain attention.
+for s others counts s times. None means plain attention. `bias` (H N N or B H N N) is added to the logits as well,
+where a model has relative positions.
 
 Axes: B images, H heads, N tokens, d channels a head.
 """
@@ -30,58 +31,76 @@ def attend(
     scale: float,
     dropout: float = 0.0,
     spread: Assignment | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q kT * scale + log s) v with the heads joined again: B N (H d).
+    """softmax(q kT * scale + bias + log s) v with the heads joined again: B N (H d).
 
     With `spread`, v has one row a slot (B H M d) and each key takes the value of its slot.
     """
     if spread is not None:
         v = spread.spread(v.transpose(1, 2)).transpose(1, 2)
-    bias = None if sizes is None else size_bias(sizes, q)
-    context = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
+    added = added_bias(sizes, bias, q)
+    context = F.scaled_dot_product_attention(q, k, v, attn_mask=added, dropout_p=dropout, scale=scale)
     return context.transpose(1, 2).flatten(2)
 
 
-def size_bias(sizes: Tensor, like: Tensor) -> Tensor:
-    """log s as an additive attention mask: B 1 1 N."""
-    return sizes.log().to(like.dtype)[:, None, None, :]
+def added_bias(sizes: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor | None:
+    """bias + log s as an additive attention mask, B 1 1 N or B H N N; None where there is nothing to add."""
+    if bias is not None and bias.dim() == 3:
+        bias = bias[None]
+    if sizes is None:
+        return None if bias is None else bias.to(like.dtype)
+    log_sizes = sizes.log().to(like.dtype)[:, None, None, :]
+    return log_sizes if bias is None else bias.to(like.dtype) + log_sizes
 
 
-def attention_map(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float) -> Tensor:
-    """softmax(q kT * scale + log s) itself: B H N N, in at least float32."""
-    heads = q.shape[1]
+def attention_map(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, bias: Tensor | None = None) -> Tensor:
+    """softmax(q kT * scale + bias + log s) itself: B H N N, in at least float32."""
+    batch, heads = q.shape[:2]
     queries = at_least_float32(q * scale).flatten(0, 1)
     keys = at_least_float32(k).flatten(0, 1).transpose(1, 2)
     logits = queries @ keys
-    if sizes is not None:
-        logits += size_bias(sizes, logits).expand(-1, heads, -1, -1).flatten(0, 1)
+    added = added_bias(sizes, bias, logits)
+    if added is not None:
+        logits += added.expand(batch, heads, -1, -1).flatten(0, 1)
     return logits.softmax(dim=-1).unflatten(0, (-1, heads))
 
 
 @torch.no_grad()
-def informativeness(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, rows: str = "mean") -> Tensor:
+def informativeness(
+    q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, rows: str = "mean", bias: Tensor | None = None
+) -> Tensor:
     """Attention each token receives, averaged over heads: a_j = mean over rows of A[:, i, j], B N, without gradient.
 
     rows: "mean" over all query rows (the paper's), "class" for row 0 alone, "both" for the mean of these two.
     """
-    queries = q[:, :, :1] if rows == "class" else q
-    pieces = [_received(full_map, rows) for full_map in _map_pieces(queries, k, sizes, scale)]
+    if rows == "class":
+        q, bias = q[:, :, :1], None if bias is None else bias[..., :1, :]
+    pieces = [_received(full_map, rows) for full_map in _map_pieces(q, k, sizes, scale, bias)]
     return torch.cat(pieces)
 
 
 def attend_and_look(
-    q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, scale: float, rows: str = "mean", dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sizes: Tensor | None,
+    scale: float,
+    rows: str = "mean",
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend` and `informativeness` of the same attention: B N (H d) and B N.
 
     Without gradient both read the map while a piece of it is there; with gradient it must not be kept.
     """
     if dropout or (torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)):
-        context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout)
-        return context, informativeness(q, k, sizes=sizes, scale=scale, rows=rows)
+        context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout, bias=bias)
+        return context, informativeness(q, k, sizes=sizes, scale=scale, rows=rows, bias=bias)
     contexts, received = [], []
     done = 0
-    for full_map in _map_pieces(q, k, sizes, scale):
+    for full_map in _map_pieces(q, k, sizes, scale, bias):
         values = v[done : done + full_map.shape[0]]
         contexts.append((full_map.to(v.dtype) @ values).transpose(1, 2).flatten(2))
         received.append(_received(full_map, rows))
@@ -89,16 +108,18 @@ def attend_and_look(
     return torch.cat(contexts), torch.cat(received)
 
 
-def _map_pieces(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float) -> Iterator[Tensor]:
+def _map_pieces(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float, bias: Tensor | None) -> Iterator[Tensor]:
     """The attention map, some images at a time."""
     in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
     images = max(1, (_CPU_PIECE if in_cache else _PIECE) // (q.shape[1] * q.shape[2] * k.shape[2]))
     if images >= q.shape[0]:  # without a loop, whose length an exported model could not vary
-        yield attention_map(q, k, sizes=sizes, scale=scale)
+        yield attention_map(q, k, sizes=sizes, scale=scale, bias=bias)
         return
     for i in range(0, q.shape[0], images):
         part = slice(i, i + images)
-        yield attention_map(q[part], k[part], sizes=None if sizes is None else sizes[part], scale=scale)
+        own_sizes = None if sizes is None else sizes[part]
+        own_bias = bias if bias is None or bias.dim() == 3 or len(bias) == 1 else bias[part]
+        yield attention_map(q[part], k[part], sizes=own_sizes, scale=scale, bias=own_bias)
 
 
 def _received(full_map: Tensor, rows: str) -> Tensor:

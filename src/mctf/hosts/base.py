@@ -1,13 +1,14 @@
 """What a host is: a model of some library whose stack of blocks can be run by a method."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from ..core.cost import BlockShape
-from ..methods.base import BlockOps
-from ..stack import FusedStack
+from ..errors import MctfError
+from ..stack import FusedStack, StackHost
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Architecture:
     reads_every_token: bool
 
 
-class Host(Protocol):
+class Host(StackHost, Protocol):
     """A supported model. Only `install` and `uninstall` change it."""
 
     @property
@@ -37,9 +38,6 @@ class Host(Protocol):
 
     def install(self, stack: FusedStack) -> None:
         """Put the fused stack in the container's place."""
-
-    def uninstall(self, stack: FusedStack) -> None:
-        """Undo `install`."""
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -51,9 +49,11 @@ class Host(Protocol):
     def class_token(self) -> bool:
         """Whether the first token is a class token."""
 
-    @property
-    def protected(self) -> int: ...
-    @property
-    def reads_every_token(self) -> bool: ...
-    def ops(self, block: nn.Module) -> BlockOps: ...
     def architecture(self, image_size: tuple[int, int] | None) -> Architecture: ...
+
+
+def refuse_arguments(*args: object, **kwargs: object) -> Mapping[str, Any]:
+    """For blocks that take nothing but tokens: raises MctfError for any argument that means something."""
+    if any(value is not None and value is not False for value in (*args, *kwargs.values())):
+        raise MctfError("a fused model takes no attention mask or other block arguments: run mctf.unfuse(model)")
+    return {}

@@ -5,6 +5,7 @@ Axes: B images, H heads, N tokens, C channels, d channels a head.
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.cost import NORM, BlockShape
+from ..core.places import Places
 from ..errors import MctfError
 from ..kernels.patches import PatchProduct, is_patch_convolution
 from ..stack import FusedStack
-from .base import Architecture
+from .attention import SoftmaxAttention
+from .base import Architecture, refuse_arguments
 
 
 @dataclass(eq=False)
@@ -73,7 +76,14 @@ class TimmViT:
     def reads_every_token(self) -> bool:
         return self.model.attn_pool is not None or self.model.global_pool != "token"
 
-    def ops(self, block: nn.Module) -> "PreNormOps":
+    @property
+    def carries_places(self) -> bool:
+        return False
+
+    def arguments(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        return refuse_arguments(*args, **kwargs)
+
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> "PreNormOps":
         return PostNormOps(block) if isinstance(block, ResPostBlock) else PreNormOps(block)
 
     def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
@@ -92,7 +102,7 @@ class TimmViT:
         )
 
 
-class PreNormOps:
+class PreNormOps(SoftmaxAttention):
     """The pieces of a timm `Block`, through its own modules."""
 
     def __init__(self, block: Any) -> None:

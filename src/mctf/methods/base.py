@@ -6,7 +6,6 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from .. import kernels
 from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost
 from ..errors import MctfError
@@ -15,14 +14,11 @@ from ..errors import MctfError
 class BlockOps(Protocol):
     """What a host's block can do, piece by piece: the waist between methods and hosts.
 
-    Each piece calls the host's own modules, so LayerScale, q/k norm, drop-path and the like come along.
-    Shapes: x and h are B N C; q and k are B H N d; flat values and contexts are B N (H d).
+    Each piece calls the host's own modules, so LayerScale, q/k norm, drop-path and the like come along. A BlockOps
+    also knows where the tokens of this call are, if the block cares: rotary tables, relative position biases.
+    Shapes: x and h are B N C; q, k and v are B H N d; flat values and contexts are B N (H d); sizes are B N or None.
     """
 
-    @property
-    def scale(self) -> float: ...
-    @property
-    def attention_dropout(self) -> float: ...
     def plain(self, x: Tensor) -> Tensor:
         """The host's block as it is."""
 
@@ -39,6 +35,22 @@ class BlockOps(Protocol):
     def split_heads(self, flat: Tensor) -> Tensor:
         """B N (H d) -> B H N d."""
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, spread: Assignment | None = None
+    ) -> Tensor:
+        """The flat context; a key of size s counts s times. With `spread`, v has one row a slot."""
+
+    def informativeness(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Tensor:
+        """Attention each token receives, B N: from all tokens ("mean"), the "class" token, or "both"."""
+
+    def attend_and_look(
+        self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str
+    ) -> tuple[Tensor, Tensor]:
+        """`attend` and `informativeness` of the same attention."""
+
+    def attention_map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:
+        """The attention itself, B H N N, for the few methods that cannot do without."""
+
     def finish_context(self, context: Tensor, h: Tensor) -> Tensor:
         """What the block does to the flat context before its output projection: a norm, or a gate from h.
 
@@ -51,6 +63,9 @@ class BlockOps(Protocol):
     def add_mlp(self, x: Tensor) -> Tensor:
         """x plus the MLP branch with its norm, LayerScale and drop-path."""
 
+    def fused(self, assignment: Assignment, weights: Tensor) -> "BlockOps":
+        """The same block for tokens fused by these pooling weights (B N): positions follow the tokens."""
+
 
 def run_unfused(block: BlockOps, x: Tensor, sizes: Tensor | None) -> Tensor:
     """A block on the tokens as they are, its attention proportional to `sizes` (B N) where they are given."""
@@ -58,7 +73,7 @@ def run_unfused(block: BlockOps, x: Tensor, sizes: Tensor | None) -> Tensor:
         return block.plain(x)
     h = block.norm1(x)
     q, k, v = block.queries_keys_values(h)
-    context = kernels.attend(q, k, v, sizes=sizes, scale=block.scale, dropout=block.attention_dropout)
+    context = block.attend(q, k, v, sizes=sizes)
     return block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
 
 
@@ -67,12 +82,14 @@ class Step:
     """What one block did to the tokens.
 
     x: B M C. sizes: B M, float32, how many input tokens each token stands for; None while all are 1.
-    assignment: B N -> M, None when nothing was fused. informativeness: B N, where the method knows it.
+    assignment: B N -> M, None when nothing was fused; weights: B N, how much each token counted in its slot.
+    informativeness: B N, where the method knows it.
     """
 
     x: Tensor
     sizes: Tensor | None
     assignment: Assignment | None = None
+    weights: Tensor | None = None
     informativeness: Tensor | None = None
 
 

@@ -32,9 +32,12 @@ class FreeDrop:
         if r == 0:
             return Step(block.plain(x), None)
         batch, tokens, _ = x.shape
-        # to have a place at all, a dropped token is mapped to the last one that stays
-        slots = torch.arange(tokens, device=x.device).clamp_max(tokens - r - 1).expand(batch, -1)
-        return Step(block.plain(x[:, : tokens - r]), None, Assignment(slots, tokens - r))
+        left = tokens - r
+        # to have a place at all, a dropped token is mapped to the last one that stays, where it counts for nothing
+        index = torch.arange(tokens, device=x.device)
+        assignment = Assignment(index.clamp_max(left - 1).expand(batch, -1), left)
+        weights = (index < left).float().expand(batch, -1)
+        return Step(block.fused(assignment, weights).plain(x[:, :left]), None, assignment, weights)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         cost = shape.plain(tokens - r)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..core import attention
 from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost, split_product, unprotected_product
 from ..core.criteria import TINY, Criteria
@@ -98,7 +97,7 @@ class MCTF:
     def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         counted = self._counted(sizes)
         q, k = block.queries_keys(block.norm1(x))
-        a = kernels.informativeness(q, k, sizes=counted, scale=block.scale, rows=self.informativeness)
+        a = block.informativeness(q, k, sizes=counted, rows=self.informativeness)
         assignment = self._match(x, a, sizes, r, protected)
         weights, counts = self._weights(a, sizes)
         x = self._pool(x, weights, assignment)
@@ -106,21 +105,12 @@ class MCTF:
         h = block.norm1(x)
         values = block.split_heads(block.values(h))
         if self.pooling == "max":
-            full_map = attention.attention_map(q, k, sizes=counted, scale=block.scale)
-            context = _largest_rows(full_map, values, assignment)
+            context = _largest_rows(block.attention_map(q, k, sizes=counted), values, assignment)
         else:
-            context = kernels.attend(
-                q,
-                k,
-                values,
-                spread=assignment,
-                sizes=counted,
-                scale=block.scale,
-                dropout=block.attention_dropout,
-            )
+            context = block.attend(q, k, values, sizes=counted, spread=assignment)
             context = kernels.pool(context, weights, assignment)
         x = block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
-        return Step(x, assignment.total(counts), assignment, a)
+        return Step(x, assignment.total(counts), assignment, weights, a)
 
     def _exact(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         h = block.norm1(x)
@@ -128,11 +118,11 @@ class MCTF:
         assignment = self._match(x, a, sizes, r, protected)
         weights, counts = self._weights(a, sizes)
         x, context, new_sizes = kernels.pool_both(x, block.finish_context(context, h), weights, counts, assignment)
-        return Step(block.add_mlp(block.add_attention(x, context)), new_sizes, assignment, a)
+        return Step(block.add_mlp(block.add_attention(x, context)), new_sizes, assignment, weights, a)
 
     def _precise(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         q, k = block.queries_keys(block.norm1(x))
-        a = kernels.informativeness(q, k, sizes=self._counted(sizes), scale=block.scale, rows=self.informativeness)
+        a = block.informativeness(q, k, sizes=self._counted(sizes), rows=self.informativeness)
         return self._fused(block, x, a, sizes, r, protected, then_run=True)
 
     def _previous(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
@@ -148,7 +138,9 @@ class MCTF:
         assignment = self._match(x, a, sizes, r, protected)
         weights, counts = self._weights(a, sizes)
         x, sizes = self._pool(x, weights, assignment), assignment.total(counts)
-        return Step(run_unfused(block, x, self._counted(sizes)) if then_run else x, sizes, assignment, a)
+        if then_run:
+            x = run_unfused(block.fused(assignment, weights), x, self._counted(sizes))
+        return Step(x, sizes, assignment, weights, a)
 
     def _counted(self, sizes: Tensor | None) -> Tensor | None:
         """The sizes attention is proportional to."""
@@ -156,15 +148,7 @@ class MCTF:
 
     def _attend_and_look(self, block: BlockOps, h: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v = block.queries_keys_values(h)
-        return kernels.attend_and_look(
-            q,
-            k,
-            v,
-            sizes=self._counted(sizes),
-            scale=block.scale,
-            rows=self.informativeness,
-            dropout=block.attention_dropout,
-        )
+        return block.attend_and_look(q, k, v, sizes=self._counted(sizes), rows=self.informativeness)
 
     def _match(self, x: Tensor, a: Tensor, sizes: Tensor | None, r: int, protected: int) -> Assignment:
         criteria = Criteria(self.tau_sim, self.tau_info, self.tau_size)

@@ -46,13 +46,13 @@ class ToMe:
             return Step(run_unfused(block, x, key_sizes), sizes)
         h = block.norm1(x)
         q, k, v = block.queries_keys_values(h)
-        context = kernels.attend(q, k, v, sizes=key_sizes, scale=block.scale, dropout=block.attention_dropout)
+        context = block.attend(q, k, v, sizes=key_sizes)
         x = block.add_attention(x, block.finish_context(context, h))
 
         assignment = _match_keys(k, r, protected)
         weights = x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes
         x = block.add_mlp(kernels.pool(x, weights, assignment))
-        return Step(x, assignment.total(weights), assignment)
+        return Step(x, assignment.total(weights), assignment, weights)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         if r == 0:
