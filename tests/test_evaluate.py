@@ -49,6 +49,11 @@ class TestFidelity:
         found = compare(output([0.2, 0.8], [0.6, 0.4], [0.9, 0.1]), output([0.4, 0.6], [0.4, 0.6], [0.8, 0.2]), None)
         assert found.agreement == pytest.approx(200 / 3)
 
+    def test_a_model_agrees_with_itself_where_classes_tie(self) -> None:
+        logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)).bfloat16().round()
+        answers = Output(logits, torch.ones(64, 2))
+        assert compare(answers, answers, None).agreement == 100
+
     def test_accuracy_is_that_of_the_output_not_of_the_reference(self) -> None:
         answers = Output(torch.tensor([[0.0, 6, 5, 4, 3, 2, 1]] * 3), torch.ones(3, 2))
         found = compare(answers, output(*[[1.0] * 7] * 3), torch.tensor([1, 5, 6]))

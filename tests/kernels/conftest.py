@@ -8,10 +8,18 @@ import os
 import pytest
 import torch
 
+from mctf.kernels import attention_op
+
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
     collect_ignore_glob = ["test_*.py"]
 
 FLOATS = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def many_heads(monkeypatch):
+    """Tests have few heads and would never see the kernel for many."""
+    monkeypatch.setattr(attention_op, "_FEW_HEADS", 0)
 
 
 @pytest.fixture

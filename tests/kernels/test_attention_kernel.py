@@ -1,5 +1,7 @@
 """Attention and informativeness by Triton against float64, as near as PyTorch's own attention in the same dtype."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -72,6 +74,35 @@ def test_a_row_whose_logits_are_all_far_below_zero_is_still_a_mean(device):
     assert distance(context, v.mean(dim=2, keepdim=True).expand_as(v).transpose(1, 2).flatten(2)) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_few_heads_are_cut_smaller(dtype, device, monkeypatch):
+    q, k, v, sizes = inputs(1, 2, 100, 32, dtype=dtype, device=device)
+    options = {"sizes": sizes, "scale": 32**-0.5, "rows": "both"}
+    whole = kernels.attend_and_look(q, k, v, **options)
+    monkeypatch.setattr(attention_op, "_FEW_HEADS", 3)
+    launches = []
+    monkeypatch.setattr(attention_op, "_launch_long", partial(_noted, attention_op._launch_long, launches))
+    cut = kernels.attend_and_look(q, k, v, **options)
+    assert launches
+    for one, other in zip(whole, cut, strict=True):
+        assert distance(one, other) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def _noted(launch, launches, work):
+    launches.append(work)
+    launch(work)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 197), (1, 577), (99, 577)])
+@pytest.mark.parametrize("channels", [32, 64, 128])
+def test_tiles_of_long_sequences_fit_every_gpu(batch, tokens, channels, dtype):
+    q = torch.empty(batch, 12, tokens, channels, dtype=dtype, device="meta")
+    rows, keys, stages = attention_op._long_tiles(q)
+    numbers = channels * (rows + 2 * keys * stages)
+    assert numbers * q.element_size() <= 99 << 10 or dtype == torch.float32
+
+
 @pytest.mark.parametrize(("tokens", "tiles"), [(1, (16, 0)), (100, (128, 0)), (129, (128, 64)), (256, (128, 128))])
 def test_key_tiles_cover_the_tokens(tokens, tiles):
     assert attention_op.key_tiles(tokens) == tiles
@@ -86,6 +117,7 @@ def test_key_tiles_cover_the_tokens(tokens, tiles):
         ((1, 1, 197, 64), torch.float32, 99 << 10, False, True),
         ((1, 1, 100, 64), torch.bfloat16, 99 << 10, True, True),
         ((1, 1, 100, 128), torch.float32, 99 << 10, False, False),
+        ((1, 1, 150, 80), torch.float32, 227 << 10, False, True),
         ((1, 1, 100, 160), torch.bfloat16, 227 << 10, False, False),
     ],
     ids=str,

@@ -10,6 +10,7 @@ from mctf.kernels import matching_op, pooling_op
 from .conftest import poisoned
 
 CASES = [(2, 37, 48, 1, 7), (1, 197, 192, 1, 16), (2, 60, 16, 2, 29), (1, 21, 8, 0, 10), (1, 40, 100, 5, 3)]
+LARGE = [(2, 300, 40, 1, 91), (1, 577, 64, 1, 201), (1, 262, 16, 2, 1), (1, 260, 24, 0, 130)]
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +21,20 @@ def poison(monkeypatch):
 @pytest.mark.parametrize("taus", [criteria.Criteria(), criteria.Criteria(2.0, 0.0, 0.1)])
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("sized", [True, False])
-@pytest.mark.parametrize(("batch", "tokens", "channels", "protected", "r"), CASES)
-def test_slots_and_members(batch, tokens, channels, protected, r, sized, bidirectional, taus, device):
+@pytest.mark.parametrize("case", CASES)
+def test_slots_and_members(case, sized, bidirectional, taus, device):
+    check_slots_and_members(case, sized, bidirectional, taus, device)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("case", LARGE)
+def test_slots_and_members_of_many_tokens(case, bidirectional, device):
+    taus = criteria.Criteria() if bidirectional else criteria.Criteria(2.0, 0.0, 0.1)
+    check_slots_and_members(case, bidirectional, bidirectional, taus, device)
+
+
+def check_slots_and_members(case, sized, bidirectional, taus, device):
+    batch, tokens, channels, protected, r = case
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(batch, tokens, channels, generator=generator).to(device)
     a = torch.rand(batch, tokens, generator=generator).to(device)
@@ -40,14 +53,30 @@ def test_slots_and_members(batch, tokens, channels, protected, r, sized, bidirec
     assert torch.equal(found.order.sort(dim=1).values, torch.arange(tokens, device=device).expand(batch, -1).int())
 
 
-def test_equal_scores_fall_by_index(device):
-    x = torch.ones(1, 20, 8, device=device)
-    a = torch.full((1, 20), 0.05, device=device)
+@pytest.mark.parametrize("tokens", [20, 290])
+def test_equal_scores_fall_by_index(tokens, device):
+    x = torch.ones(1, tokens, 8, device=device)
+    a = torch.full((1, tokens), 0.05, device=device)
     found = kernels.match(x, a, None, criteria.Criteria(), r=6, protected=1, bidirectional=True)
     scores = criteria.attraction(x, a, None, criteria.Criteria(), protected=1)
     assert torch.equal(found.slots, matching.match_bidirectional(scores, 6, protected=1).slots)
 
 
-@pytest.mark.parametrize(("tokens", "protected", "fits"), [(257, 1, True), (258, 1, False), (60, 17, False)])
+@pytest.mark.parametrize(("batch", "tokens", "channels", "protected", "r"), CASES)
+def test_many_programs_match_as_one_does(batch, tokens, channels, protected, r, device, monkeypatch):
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(batch, tokens, channels, generator=generator).to(device)
+    a = torch.rand(batch, tokens, generator=generator).to(device)
+    arguments = {"r": r, "protected": protected, "bidirectional": True}
+    by_one = kernels.match(x, a, None, criteria.Criteria(), **arguments)
+    monkeypatch.setattr(matching_op, "ONE_PROGRAM", 0)
+    by_many = kernels.match(x, a, None, criteria.Criteria(), **arguments)
+    assert torch.equal(by_many.slots, by_one.slots)
+    assert torch.equal(by_many.start, by_one.start)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "protected", "fits"), [(4097, 1, True), (4098, 1, False), (60, 17, False), (2, 1, False)]
+)
 def test_what_does_not_fit_is_left_to_plain_matching(tokens, protected, fits):
     assert matching_op.fits(tokens, protected) == fits

@@ -57,9 +57,18 @@ class Result:
     difference: float | None
 
 
-@torch.inference_mode()
 def benchmark(model: nn.Module, contest: Contest, *, tick: Callable[[], object] = lambda: None) -> tuple[Result, ...]:
     """Time the plain model and every contender on random images, interleaved; `tick` is called after each step."""
+    if contest.compiled is None:
+        return _benchmark(model, contest, tick)
+    torch.compiler.reset()
+    # contenders share the code of their class, and torch.compile keeps only so many versions of one code
+    with torch._dynamo.config.patch(recompile_limit=4 * (len(contest.methods) + 3)):
+        return _benchmark(model, contest, tick)
+
+
+@torch.inference_mode()
+def _benchmark(model: nn.Module, contest: Contest, tick: Callable[[], object]) -> tuple[Result, ...]:
     weight = next(model.parameters())
     height, width = contest.image_size
     channels = getattr(model, "in_chans", 3)

@@ -65,13 +65,18 @@ def score(output: Output, reference: Output, labels: Tensor | None, *, classifie
     output, reference = output.wide(), reference.wide()
     top1 = top5 = agreement = kl = None
     if classifies:
-        answers = output.logits.topk(min(5, output.logits.shape[1])).indices  # B 5
-        agreement = _percent(answers[:, 0] == reference.logits.topk(1).indices[:, 0])
+        answers = _answers(output.logits)
+        agreement = _percent(answers[:, 0] == _answers(reference.logits)[:, 0])
         kl = _divergence(reference.logits, output.logits)
         if labels is not None:
             hits = answers == labels.cpu()[:, None]
             top1, top5 = _percent(hits[:, 0]), _percent(hits.any(dim=1))
     return Scores(top1, top5, agreement, kl, F.cosine_similarity(output.pooled, reference.pooled, dim=1))
+
+
+def _answers(logits: Tensor) -> Tensor:
+    """The five likeliest classes, or all if fewer, B 5; of equal ones, which low precision makes, the first first."""
+    return logits.argsort(dim=1, descending=True, stable=True)[:, :5]
 
 
 def average(batches: Sequence[Scores]) -> Fidelity:

@@ -24,8 +24,12 @@ def fast(x: Tensor) -> bool:
 
 
 def _fast_attention(q: Tensor, v: Tensor | None = None, dropout: float = 0.0) -> bool:
-    training = v is not None and torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)
-    return fast(q) and dropout == 0 and not training and attention_op.fits(q)
+    alike = v is None or v.dtype == q.dtype  # not so where autocast leaves normalised queries in float32
+    return fast(q) and alike and dropout == 0 and attention_op.fits(q)
+
+
+def _training(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _row_weights(rows: str, tokens: int) -> tuple[float, float]:
@@ -45,8 +49,10 @@ def attend(
 ) -> Tensor:
     """Proportional attention with joined heads, B N (H d); see `core.attention.attend`."""
     if _fast_attention(q, v, dropout) and (sizes is not None or spread is not None):
+        train = _training(q, k, v)
         slots = None if spread is None else spread.slots
-        return attention_op.attention(q, k, v, sizes, slots, scale, 0.0, 0.0, False)[0]
+        members = pooling_op.members(spread) if train and spread is not None else (None, None)
+        return attention_op.attention(q, k, v, sizes, slots, *members, scale, 0.0, 0.0, False, train)[0]
     return attention.attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout, spread=spread)
 
 
@@ -55,7 +61,7 @@ def informativeness(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float,
     """Attention each token receives, B N; see `core.attention.informativeness`."""
     if _fast_attention(q):
         weights = _row_weights(rows, q.shape[2])
-        return attention_op.attention(q, k, None, sizes, None, scale, *weights, True)[1].sum(1)
+        return attention_op.attention(q, k, None, sizes, None, None, None, scale, *weights, True, False)[1].sum(1)
     return attention.informativeness(q, k, sizes=sizes, scale=scale, rows=rows)
 
 
@@ -65,7 +71,8 @@ def attend_and_look(
     """Both of the above at once: context B N (H d) and informativeness B N."""
     if _fast_attention(q, v, dropout):
         weights = _row_weights(rows, q.shape[2])
-        context, received = attention_op.attention(q, k, v, sizes, None, scale, *weights, True)
+        train = _training(q, k, v)
+        context, received, _ = attention_op.attention(q, k, v, sizes, None, None, None, scale, *weights, True, train)
         return context, received.sum(1)
     if fast(q):
         context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout)

@@ -12,9 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import launchable
+from ..errors import MctfError
+from . import pooling_op
+from .attention_backward_op import attention_backward
+from .launch import channels_last, launchable, widths
 
 _LONGEST_IN_ONE_PASS = 256  # tokens whose logits fit a program's registers
+_FEW_HEADS = 64  # over a batch: fewer would leave most of a GPU idle with one program each
+_BUSY = 264  # programs that keep a large GPU busy: two for each of 132 multiprocessors
 _SMALL_SHARED = 99 << 10  # bytes of shared memory every supported GPU gives a program
 _LOG2_E = math.log2(math.e)
 
@@ -26,36 +31,41 @@ def attention(
     v: Tensor | None,
     sizes: Tensor | None,
     slots: Tensor | None,
+    order: Tensor | None,
+    start: Tensor | None,
     scale: float,
     row_weight: float,
     first_row_weight: float,
     look: bool,
-) -> tuple[Tensor, Tensor]:
-    """Context (B N H*D; empty without v) and received attention (B H N, float32; empty without `look`).
+    train: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Context (B N H*D; empty without v), received attention and normaliser (B H N, float32).
+
+    Received attention is empty without `look`. The normaliser, log2 of each row's sum of exp(logit) * size, is what
+    gradients need besides; `train` announces that they will be asked for.
 
     received[b, h, j] = sum over rows i of A[b, h, i, j] * (row_weight + first_row_weight * [i == 0]) / (N H).
-    With `slots` (B N), v has one row a slot and each key takes the value of its slot.
+    With `slots` (B N), v has one row a slot and each key takes the value of its slot; to train, `order` and `start`
+    (`pooling_op.members`) name the keys of each slot.
     """
-    q, k = _channels_last(q), _channels_last(k)
-    v = None if v is None else _channels_last(v)
+    q, k = channels_last(q), channels_last(k)
+    v = None if v is None else channels_last(v)
     sizes = None if sizes is None else sizes.contiguous()
     slots = None if slots is None else slots.contiguous()
-    out, received = _outputs(q, v is not None, look)
-    work = _Work(q, k, v, sizes, slots, out, received, scale * _LOG2_E, row_weight, first_row_weight, look)
-    (_launch_short if _fits_one_pass(q) else _launch_long)(work)
-    return out, received
+    one_pass = _fits_one_pass(q)
+    out, received, normaliser = _outputs(q, v is not None, look, train or not one_pass)
+    scalars = (scale * _LOG2_E, row_weight, first_row_weight)
+    work = _Work(q, k, v, sizes, slots, out, received, normaliser, *scalars, look, train)
+    (_launch_short if one_pass else _launch_long)(work)
+    return out, received, normaliser
 
 
-def _channels_last(x: Tensor) -> Tensor:
-    """Kernels take any strides but that of the channels, which must lie side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _outputs(q: Tensor, output: bool, look: bool) -> tuple[Tensor, Tensor]:
+def _outputs(q: Tensor, output: bool, look: bool, level: bool) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, channels = q.shape
     out = q.new_empty((batch, tokens, heads * channels) if output else (0,))
     received = q.new_empty((batch, heads, tokens) if look else (0,), dtype=torch.float32)
-    return out, received
+    normaliser = q.new_empty((batch, heads, tokens) if level else (0,), dtype=torch.float32)
+    return out, received, normaliser
 
 
 def fits(q: Tensor) -> bool:
@@ -65,11 +75,11 @@ def fits(q: Tensor) -> bool:
 
 
 def _fits_one_pass(q: Tensor) -> bool:
-    """Whether the keys and values of a head, and the logits of some rows, fit a program."""
-    tokens, channels = q.shape[2:]
-    if tokens > _LONGEST_IN_ONE_PASS:
+    """Whether the keys and values of a head, and the logits of some rows, fit a program, and there are enough heads."""
+    batch, heads, tokens, _ = q.shape
+    if tokens > _LONGEST_IN_ONE_PASS or batch * heads < _FEW_HEADS:
         return False
-    keys, rows = sum(key_tiles(tokens)), _rows_at_once(tokens)
+    channels, keys, rows = widths(q)["D"], sum(key_tiles(tokens)), _rows_at_once(tokens)
     numbers = keys * (2 * channels + 16) + rows * (keys + channels)
     return numbers * q.element_size() <= _shared_memory(q.device)
 
@@ -92,10 +102,12 @@ class _Work(NamedTuple):
     slots: Tensor | None
     out: Tensor
     received: Tensor
+    normaliser: Tensor
     scale_log2: float
     row_weight: float
     first_row_weight: float
     look: bool
+    train: bool
 
     def or_query(self, tensor: Tensor | None) -> Tensor:
         """A kernel wants a pointer even where it will not read: the queries' will do."""
@@ -113,10 +125,10 @@ def _launch_short(work: _Work) -> None:
     tiles = key_tiles(tokens)
     launchable(attention_kernel)[(batch * heads,)](
         q, k, values, work.or_query(work.sizes), work.or_query(work.slots), work.out, work.received,
-        tokens, heads, work.scale_log2, work.row_weight, work.first_row_weight,
+        work.normaliser, tokens, heads, work.scale_log2, work.row_weight, work.first_row_weight,
         *q.stride()[:3], *k.stride()[:3], *values.stride()[:3],
-        LOOK=work.look, ROWS=_rows_at_once(tokens), T1=tiles[0], T2=tiles[1], **work.flags(), **_widths(q),
-        num_warps=4, num_stages=1,
+        LOOK=work.look, TRAIN=work.train, ROWS=_rows_at_once(tokens), T1=tiles[0], T2=tiles[1],
+        **work.flags(), **widths(q), num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
@@ -125,28 +137,35 @@ def _launch_long(work: _Work) -> None:
 
     q, k, values = work.q, work.k, work.or_query(work.v)
     batch, heads, tokens, _ = q.shape
-    tile = 64 if q.element_size() == 4 else 128
-    warps = 8 if tile == 128 else 4
-    normaliser = q.new_empty((batch, heads, tokens), dtype=torch.float32)
-    grid = (math.ceil(tokens / tile), batch * heads)
-    launchable(long_attention_kernel)[grid](
-        q, k, values, work.or_query(work.sizes), work.or_query(work.slots), work.out, normaliser,
+    rows, keys, stages = _long_tiles(q)
+    launchable(long_attention_kernel)[(math.ceil(tokens / rows), batch * heads)](
+        q, k, values, work.or_query(work.sizes), work.or_query(work.slots), work.out, work.normaliser,
         tokens, heads, work.scale_log2, *q.stride()[:3], *k.stride()[:3], *values.stride()[:3],
-        ROWS=tile, KEYS=64, **work.flags(), **_widths(q), num_warps=warps, num_stages=2,
+        ROWS=rows, KEYS=keys, **work.flags(), **widths(q), num_warps=4, num_stages=stages,
     )  # fmt: skip
     if work.look:
-        launchable(long_received_kernel)[grid](
-            q, k, work.or_query(work.sizes), normaliser, work.received,
+        launchable(long_received_kernel)[(math.ceil(tokens / 64), batch * heads)](
+            q, k, work.or_query(work.sizes), work.normaliser, work.received,
             tokens, heads, work.scale_log2, work.row_weight, work.first_row_weight, *q.stride()[:3], *k.stride()[:3],
-            HAS_SIZES=work.sizes is not None, ROWS=64, KEYS=tile, **_widths(q), num_warps=warps, num_stages=2,
+            HAS_SIZES=work.sizes is not None, ROWS=64 if q.element_size() == 4 else 128, KEYS=64, **widths(q),
+            num_warps=4, num_stages=2,
         )  # fmt: skip
 
 
-def _widths(q: Tensor) -> dict[str, int | str]:
-    """Head width, its power of two, and full float32 products for float32 tensors."""
-    channels = q.shape[3]
-    precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    return {"D": max(16, 1 << (channels - 1).bit_length()), "DIM": channels, "PRECISION": precision}
+def _long_tiles(q: Tensor) -> tuple[int, int, int]:
+    """Rows a program holds, keys it walks over at a time, and how many of these loads are under way at once.
+
+    On an H200, 64 images of 577 tokens and 12 heads took 470 us by the first choice and 550 by the second; one image
+    16 us by the second and 28 by the first; one image of 197 tokens 6.8 us by the last and 7.8 by the second.
+    """
+    batch, heads, tokens, channels = q.shape
+    if q.element_size() == 4:
+        return 64, 64, 2
+    if math.ceil(tokens / 128) * batch * heads >= _BUSY:
+        return 128, 64, 3 if channels <= 64 else 2
+    if tokens > _LONGEST_IN_ONE_PASS:
+        return 64, 128 if channels <= 64 else 64, 2
+    return 32, 64, 2
 
 
 def _rows_at_once(tokens: int) -> int:
@@ -158,3 +177,32 @@ def key_tiles(tokens: int) -> tuple[int, int]:
     if tokens <= 128:
         return max(16, 1 << (tokens - 1).bit_length()), 0
     return 128, 64 if tokens <= 192 else 128
+
+
+def _keep_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+    q, k, v, sizes, slots, order, start, scale, *_, train = inputs
+    if not train:
+        raise MctfError(
+            "mctf::attention keeps what its gradients need only with train=True: ask for it, or for no_grad"
+        )
+    out, received, normaliser = output
+    ctx.mark_non_differentiable(received, normaliser)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, sizes, slots, order, start, out, normaliser)
+    ctx.scale = scale  # type: ignore[attr-defined]
+
+
+def _backward(
+    ctx: torch.autograd.function.FunctionCtx, out_grad: Tensor, *_: Tensor | None
+) -> tuple[Tensor | float | None, ...]:
+    """Gradients of q, k and v; sizes and received attention carry none."""
+    q, k, v, sizes, slots, order, start, out, normaliser = ctx.saved_tensors  # type: ignore[attr-defined]
+    scale = ctx.scale  # type: ignore[attr-defined]
+    *to_both, to_v = attention_backward(q, k, v, sizes, slots, out, normaliser, out_grad, scale)
+    if slots is not None:
+        to_v = pooling_op.add_up(to_v, order, start)
+    heads = q.shape[1]
+    return *(grad.unflatten(2, (heads, -1)).transpose(1, 2) for grad in (*to_both, to_v)), *[None] * 9
+
+
+attention.register_autograd(_backward, setup_context=_keep_for_backward)

@@ -11,59 +11,7 @@ import triton
 import triton.language as tl
 
 from .numbers_triton import single
-
-
-@triton.jit
-def _load_rows(pointer, rows, channels, row_stride, count, D: tl.constexpr, DIM: tl.constexpr):
-    """A tile of rows, 0 beyond the last row or channel."""
-    keep = rows[:, None] < count
-    if D != DIM:
-        keep = keep & (channels[None, :] < DIM)
-    return tl.load(pointer + rows[:, None] * row_stride + channels[None, :], mask=keep, other=0.0)
-
-
-@triton.jit
-def _load_bias(sizes_pointer, rows, count, HAS_SIZES: tl.constexpr):
-    """log2(size) of each key, -inf beyond the last: B N."""
-    if HAS_SIZES:
-        bias = tl.log2(tl.load(sizes_pointer + rows, mask=rows < count, other=1.0))
-    else:
-        bias = tl.zeros(rows.shape, tl.float32)
-    return tl.where(rows < count, bias, float("-inf"))
-
-
-@triton.jit
-def _load_values(
-    pointer, slots_pointer, rows, channels, row_stride, count, SPREAD: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr
-):
-    """Values of a tile of keys; spread values are read through the slot of each key."""
-    source = rows
-    if SPREAD:
-        source = tl.load(slots_pointer + rows, mask=rows < count, other=0)
-    keep = rows[:, None] < count
-    if D != DIM:
-        keep = keep & (channels[None, :] < DIM)
-    return tl.load(pointer + source[:, None] * row_stride + channels[None, :], mask=keep, other=0.0)
-
-
-@triton.jit
-def _store_context(out, context, image, head, rows, channels, tokens, heads, D: tl.constexpr, DIM: tl.constexpr):
-    """A tile of rows of one head into B N (H D)."""
-    keep = rows[:, None] < tokens
-    if D != DIM:
-        keep = keep & (channels[None, :] < DIM)
-    target = out + ((image * tokens + rows[:, None]) * heads + head) * DIM + channels[None, :]
-    tl.store(target, context.to(out.dtype.element_ty), mask=keep)
-
-
-@triton.jit
-def _load_sizes(sizes_pointer, keys, tokens, HAS_SIZES: tl.constexpr):
-    """How often each key counts: its size, 1 without sizes, 0 beyond the last."""
-    if HAS_SIZES:
-        size = tl.load(sizes_pointer + keys, mask=keys < tokens, other=0.0)
-    else:
-        size = (keys < tokens).to(tl.float32)
-    return size
+from .tiles_triton import load_bias, load_rows, load_sizes, load_values, store_rows
 
 
 @triton.jit
@@ -81,14 +29,16 @@ def _first_lines(numbers, dtype: tl.constexpr):
 
 @triton.jit
 def attention_kernel(
-    q, k, v, sizes, slots, out, received,
+    q, k, v, sizes, slots, out, received, normaliser,
     tokens, heads, scale_log2, row_weight, first_row_weight,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
-    HAS_SIZES: tl.constexpr, SPREAD: tl.constexpr, OUTPUT: tl.constexpr, LOOK: tl.constexpr,
+    HAS_SIZES: tl.constexpr, SPREAD: tl.constexpr, OUTPUT: tl.constexpr, LOOK: tl.constexpr, TRAIN: tl.constexpr,
     ROWS: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
     D: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One head of one image: out (B N H*D) and received (B H N), the weighted column sum of its attention.
+
+    To train, also normaliser (B H N), log2 of each row's sum, from which attention can be computed again.
 
     A key of size s counts s times: exp(l + log s) = s exp(l). So sizes multiply the values and the softmax sum, which
     are few, and not the logits, which are many.
@@ -107,27 +57,27 @@ def attention_kernel(
     keys1 = tl.arange(0, T1)
     keys2 = T1 + tl.arange(0, T2 if T2 > 0 else 16)
 
-    k1 = tl.trans(_load_rows(k, keys1, channels, k_n, tokens, D, DIM))
-    size1 = _load_sizes(sizes, keys1, tokens, HAS_SIZES)
+    k1 = tl.trans(load_rows(k, keys1, channels, k_n, tokens, D, DIM))
+    size1 = load_sizes(sizes, keys1, tokens, HAS_SIZES)
     counts1 = tl.trans(_first_lines(size1, dtype))
     received1 = tl.zeros([16, T1], tl.float32)
     if OUTPUT:
-        v1 = _load_values(v, slots, keys1, channels, v_n, tokens, SPREAD, D, DIM)
+        v1 = load_values(v, slots, keys1, channels, v_n, tokens, SPREAD, D, DIM)
         if HAS_SIZES:
             v1 = (v1 * size1[:, None]).to(dtype)
     if T2 > 0:
-        k2 = tl.trans(_load_rows(k, keys2, channels, k_n, tokens, D, DIM))
-        size2 = _load_sizes(sizes, keys2, tokens, HAS_SIZES)
+        k2 = tl.trans(load_rows(k, keys2, channels, k_n, tokens, D, DIM))
+        size2 = load_sizes(sizes, keys2, tokens, HAS_SIZES)
         counts2 = tl.trans(_first_lines(size2, dtype))
         received2 = tl.zeros([16, T2], tl.float32)
         if OUTPUT:
-            v2 = _load_values(v, slots, keys2, channels, v_n, tokens, SPREAD, D, DIM)
+            v2 = load_values(v, slots, keys2, channels, v_n, tokens, SPREAD, D, DIM)
             if HAS_SIZES:
                 v2 = (v2 * size2[:, None]).to(dtype)
 
     for start in range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
-        query = _load_rows(q, rows, channels, q_n, tokens, D, DIM)
+        query = load_rows(q, rows, channels, q_n, tokens, D, DIM)
         p1 = tl.dot(query, k1, input_precision=PRECISION)
         if T2 > 0:
             p2 = tl.dot(query, k2, input_precision=PRECISION)
@@ -142,11 +92,13 @@ def attention_kernel(
         if T2 > 0:
             mass = tl.dot(p2, counts2, mass, input_precision=PRECISION)
         mass = tl.sum(mass, 1)
+        if TRAIN:
+            tl.store(normaliser + program * tokens + rows, top + tl.log2(mass), mask=rows < tokens)
         if OUTPUT:
             context = tl.dot(p1, v1, input_precision=PRECISION)
             if T2 > 0:
                 context = tl.dot(p2, v2, context, input_precision=PRECISION)
-            _store_context(out, context / mass[:, None], image, head, rows, channels, tokens, heads, D, DIM)
+            store_rows(out, context / mass[:, None], image, head, rows, channels, tokens, heads, D, DIM)
         if LOOK:
             share = tl.where(rows == 0, row_weight + first_row_weight, row_weight) / mass
             share = _first_lines(tl.where(rows < tokens, share, 0.0), dtype)
@@ -181,14 +133,14 @@ def long_attention_kernel(
     slots += image * tokens
     channels = tl.arange(0, D)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    query = _load_rows(q, rows, channels, q_n, tokens, D, DIM)
+    query = load_rows(q, rows, channels, q_n, tokens, D, DIM)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     context = tl.zeros([ROWS, D], tl.float32)
     for start in range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
-        key = tl.trans(_load_rows(k, keys, channels, k_n, tokens, D, DIM))
-        bias = _load_bias(sizes, keys, tokens, HAS_SIZES)
+        key = tl.trans(load_rows(k, keys, channels, k_n, tokens, D, DIM))
+        bias = load_bias(sizes, keys, tokens, HAS_SIZES)
         p = tl.dot(query, key, input_precision=PRECISION) * scale_log2 + bias[None, :]
         new_top = tl.maximum(top, tl.max(p, 1))
         shrink = tl.exp2(top - new_top)
@@ -196,11 +148,11 @@ def long_attention_kernel(
         mass = mass * shrink + tl.sum(p, 1)
         top = new_top
         if OUTPUT:
-            value = _load_values(v, slots, keys, channels, v_n, tokens, SPREAD, D, DIM)
+            value = load_values(v, slots, keys, channels, v_n, tokens, SPREAD, D, DIM)
             context = tl.dot(p.to(value.dtype), value, context * shrink[:, None], input_precision=PRECISION)
     tl.store(normaliser + program * tokens + rows, top + tl.log2(mass), mask=rows < tokens)
     if OUTPUT:
-        _store_context(out, context / mass[:, None], image, head, rows, channels, tokens, heads, D, DIM)
+        store_rows(out, context / mass[:, None], image, head, rows, channels, tokens, heads, D, DIM)
 
 
 @triton.jit
@@ -221,12 +173,12 @@ def long_received_kernel(
     normaliser += program * tokens
     channels = tl.arange(0, D)
     keys = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    key = _load_rows(k, keys, channels, k_n, tokens, D, DIM)
-    bias = _load_bias(sizes + image * tokens, keys, tokens, HAS_SIZES)
+    key = load_rows(k, keys, channels, k_n, tokens, D, DIM)
+    bias = load_bias(sizes + image * tokens, keys, tokens, HAS_SIZES)
     total = tl.zeros([KEYS], tl.float32)
     for start in range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
-        query = tl.trans(_load_rows(q, rows, channels, q_n, tokens, D, DIM))
+        query = tl.trans(load_rows(q, rows, channels, q_n, tokens, D, DIM))
         # beyond the last row the normaliser is +inf, which makes the weight 0
         level = tl.load(normaliser + rows, mask=rows < tokens, other=float("inf"))
         p = tl.dot(key, query, input_precision=PRECISION) * scale_log2 + bias[:, None]

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Fixed at import: a compiled model cannot ask the environment.
 wanted = find_spec("triton") is not None and os.environ.get("MCTF_KERNELS", "1") != "0"
@@ -16,6 +17,18 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CP
 def launchable(kernel: Any) -> Any:
     """The kernel in the form torch.compile can see through: it then launches it without going through Python."""
     return kernel if INTERPRETED else torch.library.wrap_triton(kernel)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """Kernels take any strides but that of the channels, which must lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def widths(q: Tensor, precise: str = "ieee") -> dict[str, Any]:
+    """Head width, its power of two, and how float32 tensors are multiplied; others lose nothing in one product."""
+    channels = q.shape[3]
+    precision = precise if q.dtype == torch.float32 else "tf32"
+    return {"D": max(16, 1 << (channels - 1).bit_length()), "DIM": channels, "PRECISION": precision}
 
 
 @contextmanager

@@ -1,17 +1,28 @@
-"""Matching on the GPU: the `mctf::match` operator, whose plain meaning is `core.criteria` and `core.matching`."""
+"""Matching on the GPU: the `mctf::match` operator, whose plain meaning is `core.criteria` and `core.matching`.
+
+Short sequences take one launch, one program an image (`matching_triton`); long ones five launches of many programs
+(`matching_large_triton`).
+
+Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, M slots.
+"""
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .launch import launchable
 
-LARGEST_SIDE = 128  # tokens on one side of the split whose scores fit a program's registers
+ONE_PROGRAM = 128  # tokens on one side of the split whose scores fit a program's registers
+MANY_PROGRAMS = 2048  # beyond, ranks by counting cost more than sorting
 _MOST_PROTECTED = 16
+_TILE = 64
 
 
 def fits(tokens: int, protected: int) -> bool:
-    """Whether one program can match this many tokens."""
-    return protected <= _MOST_PROTECTED and 2 <= tokens - protected <= 2 * LARGEST_SIDE
+    """Whether the kernels can match this many tokens."""
+    return 2 <= tokens - protected <= 2 * MANY_PROGRAMS and protected <= _MOST_PROTECTED
 
 
 @torch.library.triton_op("mctf::match", mutates_args=())
@@ -27,21 +38,13 @@ def match(
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Slot of each token (B N, int64), tokens sorted by slot (B N, int32), where each slot begins there (B M+1)."""
-    from .matching_triton import matching_kernel
-
     x, informativeness = x.contiguous(), informativeness.contiguous()
     sizes = None if sizes is None else sizes.contiguous()
-    batch, tokens, channels = x.shape
-    slots, order, start = _outputs(x, r)
-    side = max(16, 1 << ((tokens - protected + 1) // 2 - 1).bit_length())
-    launchable(matching_kernel)[(batch,)](
-        x, informativeness, x if sizes is None else sizes, slots, order, start,
-        tokens, channels, r, r // 2 if bidirectional else r, protected, tau_sim, tau_info, tau_size, *x.stride()[:2],
-        HAS_SIZES=sizes is not None, POWER=tau_sim != 1, BIDIRECTIONAL=bidirectional,
-        A=side, B=side, CHUNK=32 if x.element_size() == 4 else 64, PROTECTED=_MOST_PROTECTED,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=16 if side == 128 else 4,
-    )  # fmt: skip
-    return slots, order, start
+    outputs = _outputs(x, r)
+    forth = r // 2 if bidirectional else r
+    work = _Work(x, informativeness, sizes, *outputs, r, forth, protected, tau_sim, tau_info, tau_size, bidirectional)
+    (_launch_one if work.side <= ONE_PROGRAM else _launch_many)(work)
+    return outputs
 
 
 def _outputs(x: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,3 +53,89 @@ def _outputs(x: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
     order = x.new_empty((batch, tokens), dtype=torch.int32)
     start = x.new_empty((batch, tokens - r + 1), dtype=torch.int32)
     return slots, order, start
+
+
+class _Work(NamedTuple):
+    """The operator's arguments and outputs, on their way to the kernels; forth: alpha tokens that leave."""
+
+    x: Tensor
+    informativeness: Tensor
+    sizes: Tensor | None
+    slots: Tensor
+    order: Tensor
+    start: Tensor
+    r: int
+    forth: int
+    protected: int
+    tau_sim: float
+    tau_info: float
+    tau_size: float
+    bidirectional: bool
+
+    @property
+    def side(self) -> int:
+        """Unprotected tokens of the larger side."""
+        return (self.x.shape[1] - self.protected + 1) // 2
+
+    def criteria(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the scores are made of; a kernel wants a pointer even where it will not read."""
+        return self.x, self.informativeness, self.x if self.sizes is None else self.sizes
+
+    def taus(self) -> tuple[float, float, float]:
+        return self.tau_sim, self.tau_info, self.tau_size
+
+    def flags(self) -> dict[str, bool | int | str]:
+        """What the kernels are compiled for."""
+        exact = self.x.dtype == torch.float32
+        return {
+            "HAS_SIZES": self.sizes is not None,
+            "POWER": self.tau_sim != 1,
+            "CHUNK": 32 if exact else 64,
+            "PRECISION": "ieee" if exact else "tf32",
+        }
+
+
+def _launch_one(work: _Work) -> None:
+    from .matching_triton import matching_kernel
+
+    batch, tokens, channels = work.x.shape
+    side = max(16, 1 << (work.side - 1).bit_length())
+    launchable(matching_kernel)[(batch,)](
+        *work.criteria(), work.slots, work.order, work.start,
+        tokens, channels, work.r, work.forth, work.protected, *work.taus(), *work.x.stride()[:2],
+        BIDIRECTIONAL=work.bidirectional, A=side, B=side, PROTECTED=_MOST_PROTECTED, **work.flags(),
+        num_warps=16 if side == ONE_PROGRAM else 4,
+    )  # fmt: skip
+
+
+def _launch_many(work: _Work) -> None:
+    from .matching_large_triton import back_kernel, leaving_kernel, members_kernel, scores_kernel, slots_kernel
+
+    x, batch, (tokens, channels) = work.x, work.x.shape[0], work.x.shape[1:]
+    protected, forth = work.protected, work.forth
+    alphas = (tokens - protected + (protected + 1) % 2) // 2
+    betas = tokens - protected - alphas
+    scores = x.new_empty((batch, alphas, betas), dtype=torch.float32)
+    best = x.new_zeros((batch, alphas), dtype=torch.int64)
+    rows = 32 if batch == 1 else _TILE  # a single image must be cut small to keep a GPU busy
+    launchable(scores_kernel)[(math.ceil(alphas / rows), math.ceil(betas / _TILE), batch)](
+        *work.criteria(), scores, best, tokens, channels, alphas, betas, protected, *work.taus(), *x.stride()[:2],
+        A=rows, B=_TILE, **work.flags(), num_warps=4, num_stages=3,
+    )  # fmt: skip
+    gone, alpha_partner = (x.new_empty((batch, alphas), dtype=torch.int32) for _ in range(2))
+    launchable(leaving_kernel)[(math.ceil(alphas / _TILE), batch)](
+        best, gone, alpha_partner, alphas, betas, forth, MINE=_TILE, OTHERS=_TILE
+    )
+    strength = x.new_empty((batch, betas), dtype=torch.float32)
+    beta_partner = x.new_empty((batch, betas), dtype=torch.int32)
+    if work.bidirectional:
+        launchable(back_kernel)[(math.ceil(betas / 32), batch)](
+            scores, gone, strength, beta_partner, alphas, betas, A=_TILE, B=32
+        )
+    launchable(slots_kernel)[(math.ceil(tokens / _TILE), batch)](
+        gone, alpha_partner, strength, beta_partner, work.slots, tokens, alphas, betas, work.r, forth, protected,
+        BIDIRECTIONAL=work.bidirectional, MINE=_TILE, OTHERS=_TILE,
+    )  # fmt: skip
+    launchable(members_kernel)[(math.ceil((tokens + 1) / _TILE), batch)](
+        work.slots, work.order, work.start, tokens, tokens - work.r, MINE=_TILE, OTHERS=_TILE
+    )

@@ -1,4 +1,6 @@
-"""Pooling on the GPU: the `mctf::pool` operator, whose plain meaning is `Assignment.pool` and `Assignment.total`.
+"""Pooling on the GPU: the operators `mctf::pool` and `mctf::add_up`.
+
+Their plain meanings are `Assignment.pool` with `Assignment.total`, and `Assignment.sum`.
 
 Axes: B images, N tokens, M slots, C channels.
 """
@@ -7,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.assignment import Assignment
-from .launch import launchable
+from .launch import channels_last, launchable
 
 
 def members(assignment: Assignment) -> tuple[Tensor, Tensor]:
@@ -71,3 +73,19 @@ def _backward(
 
 
 pool.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+@torch.library.triton_op("mctf::add_up", mutates_args=())
+def add_up(x: Tensor, order: Tensor, start: Tensor) -> Tensor:
+    """Sums of x over the slots: B N C -> B M C. Added in float32, and in a fixed order."""
+    from .pooling_triton import sum_kernel
+
+    x, order, start = channels_last(x), order.contiguous(), start.contiguous()
+    batch, tokens, channels = x.shape
+    count = start.shape[1] - 1
+    out = x.new_empty(batch, count, channels)
+    width = 1 << (channels - 1).bit_length()
+    launchable(sum_kernel)[(count, batch)](
+        x, order, start, out, tokens, count, channels, *x.stride()[:2], X=width, num_warps=max(1, width // 1024)
+    )
+    return out

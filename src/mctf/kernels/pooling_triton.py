@@ -1,4 +1,4 @@
-"""Weighted means over the slots of an assignment, two tensors at once: Triton twin of `Assignment.pool`.
+"""Means and sums over the slots of an assignment: Triton twins of `Assignment.pool` and `Assignment.sum`.
 
 A program owns some slots of one image and walks through their tokens in rounds: first members, second members, ….
 Most slots have one, so the rows are read about once and written once.
@@ -34,7 +34,8 @@ def pooling_kernel(
     for turn in range(0, tl.max(members, 0)):
         has = turn < members
         token = tl.load(order + image * tokens + begin + turn, mask=has, other=0)
-        weight = tl.load(weights + image * tokens + token, mask=has, other=0.0) / first
+        weight = tl.load(weights + image * tokens + token, mask=has, other=0.0)
+        weight = tl.where(weight == first, 1.0, weight / first)  # a GPU's quick division need not give 1
         mass += weight
         if HAS_SIZES:
             size += tl.load(sizes + image * tokens + token, mask=has, other=0.0)
@@ -55,3 +56,17 @@ def pooling_kernel(
         tl.store(y_out + place[:, None] * y_channels + y_column[None, :], y_mean, mask=keep)
     if HAS_SIZES:
         tl.store(sizes_out + place, size, mask=inside)
+
+
+@triton.jit
+def sum_kernel(x, order, start, out, tokens, count, channels, x_b, x_n, X: tl.constexpr):
+    """out[s] = sum of x_i over the tokens of slot s."""
+    image = tl.program_id(1).to(tl.int64)
+    slot = image * (count + 1) + tl.program_id(0)
+    column = tl.arange(0, X)
+    total = tl.zeros([X], tl.float32)
+    for place in range(tl.load(start + slot), tl.load(start + slot + 1)):
+        token = tl.load(order + image * tokens + place)
+        total += tl.load(x + image * x_b + token * x_n + column, mask=column < channels, other=0.0).to(tl.float32)
+    out += (image * count + tl.program_id(0)) * channels
+    tl.store(out + column, total.to(out.dtype.element_ty), mask=column < channels)

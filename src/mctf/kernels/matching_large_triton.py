@@ -1,0 +1,186 @@
+"""Matching of many tokens, or of few images, by many programs: Triton twin of `core.matching`.
+
+One program cannot hold the scores of more than 128 x 128 pairs, and a single image would leave a GPU idle. So
+matching becomes five launches: the scores, with the best partner of each alpha token; who leaves alpha; the best
+partner of each beta token among those that stay; slots; tokens sorted by slot. Everything that would need a sort is
+counted: a token's rank is the number of larger values.
+
+Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, C channels, M slots.
+"""
+
+import triton
+import triton.language as tl
+
+from .matching_triton import _isolation
+from .numbers_triton import single
+
+
+@triton.jit
+def _side_tokens(places, protected, ODD: tl.constexpr):
+    """The tokens at these places of a side."""
+    if ODD:
+        tokens = protected + 1 - protected % 2 + 2 * places
+    else:
+        tokens = protected + protected % 2 + 2 * places
+    return tokens
+
+
+@triton.jit
+def scores_kernel(
+    x, informativeness, sizes, scores, best,
+    tokens, channels, alphas, betas, protected, tau_sim, tau_info, tau_size, x_b, x_n,
+    HAS_SIZES: tl.constexpr, POWER: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attraction of a tile of pairs: scores (B Na Nb), and the best of each row with its column: best (B Na).
+
+    best holds both in one integer that the tiles of a row can maximise: the bits of the score, which is positive, above
+    the column counted from the last, so that of equal scores the first wins.
+    """
+    tau_sim, tau_info, tau_size = single(tau_sim), single(tau_info), single(tau_size)
+    image = tl.program_id(2).to(tl.int64)
+    x += image * x_b
+    alpha_places = tl.program_id(0) * A + tl.arange(0, A)
+    beta_places = tl.program_id(1) * B + tl.arange(0, B)
+    is_alpha, is_beta = alpha_places < alphas, beta_places < betas
+    alpha_tokens, beta_tokens = _side_tokens(alpha_places, protected, False), _side_tokens(beta_places, protected, True)
+    product = tl.zeros([A, B], tl.float32)
+    alpha_square, beta_square = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
+    for first in range(0, channels, CHUNK):
+        column = first + tl.arange(0, CHUNK)
+        inside = column[None, :] < channels
+        xa = tl.load(x + alpha_tokens[:, None] * x_n + column[None, :], mask=is_alpha[:, None] & inside, other=0.0)
+        xb = tl.load(x + beta_tokens[:, None] * x_n + column[None, :], mask=is_beta[:, None] & inside, other=0.0)
+        product = tl.dot(xa, tl.trans(xb), product, input_precision=PRECISION)
+        alpha_square += tl.sum(xa.to(tl.float32) * xa.to(tl.float32), 1)
+        beta_square += tl.sum(xb.to(tl.float32) * xb.to(tl.float32), 1)
+    lengths = tl.sqrt(alpha_square)[:, None] * tl.sqrt(beta_square)[None, :]
+    score = (product / tl.maximum(lengths, 1e-30) + 1.0) / 2.0
+    if POWER:
+        score = tl.exp2(tau_sim * tl.log2(tl.maximum(score, 1e-30)))
+    informativeness += image * tokens
+    sizes += image * tokens
+    score *= _isolation(informativeness, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)[:, None]
+    score *= _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)[None, :]
+    where = (image * alphas + alpha_places[:, None]) * betas + beta_places[None, :]
+    tl.store(scores + where, score, mask=is_alpha[:, None] & is_beta[None, :])
+    score = tl.where(is_beta[None, :], score, float("-inf"))
+    top, column = tl.max(score, 1, return_indices=True, return_indices_tie_break_left=True)
+    bits = tl.maximum(top, 0.0).to(tl.int32, bitcast=True).to(tl.int64) << 32
+    packed = bits + (betas - 1 - (tl.program_id(1) * B + column))
+    tl.atomic_max(best + image * alphas + alpha_places, packed, mask=is_alpha)
+
+
+@triton.jit
+def _values_ahead(values, others, value, places):
+    """How many of a tile of values come before each value, from large to small, equal values by index."""
+    earlier = others[None, :] < places[:, None]
+    before = (values[None, :] > value[:, None]) | ((values[None, :] == value[:, None]) & earlier)
+    return tl.sum(before.to(tl.int32), 1)
+
+
+@triton.jit
+def leaving_kernel(best, gone, partner, alphas, betas, forth, MINE: tl.constexpr, OTHERS: tl.constexpr):
+    """Who leaves alpha, and the beta token each alpha token likes best: gone and partner (B Na)."""
+    image = tl.program_id(1).to(tl.int64)
+    best += image * alphas
+    places = tl.program_id(0) * MINE + tl.arange(0, MINE)
+    mine = tl.load(best + places, mask=places < alphas, other=0)
+    rank = tl.zeros([MINE], tl.int32)
+    for first in range(0, alphas, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        values = tl.load(best + others, mask=others < alphas, other=0) >> 32
+        rank += _values_ahead(tl.where(others < alphas, values, -1), others, mine >> 32, places)
+    tl.store(gone + image * alphas + places, (rank < forth).to(tl.int32), mask=places < alphas)
+    column = betas - 1 - (mine & 0xFFFFFFFF).to(tl.int32)
+    tl.store(partner + image * alphas + places, column, mask=places < alphas)
+
+
+@triton.jit
+def back_kernel(
+    scores, alpha_gone, strength, partner, alphas, betas, A: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    """The best pair of each beta token with an alpha token that stays, and whose it is: strength, partner (B Nb)."""
+    image = tl.program_id(1).to(tl.int64)
+    scores += image * alphas * betas
+    beta_places = tl.program_id(0) * B + tl.arange(0, B)
+    is_beta = beta_places < betas
+    best = tl.full([B], float("-inf"), tl.float32)
+    chosen = tl.zeros([B], tl.int32)
+    for first in range(0, alphas, A):
+        places = first + tl.arange(0, A)
+        stays = tl.load(alpha_gone + image * alphas + places, mask=places < alphas, other=1) == 0
+        where = places[:, None] * betas + beta_places[None, :]
+        score = tl.load(scores + where, mask=stays[:, None] & is_beta[None, :], other=float("-inf"))
+        top, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+        chosen = tl.where(top > best, first + index, chosen)
+        best = tl.maximum(top, best)
+    tl.store(strength + image * betas + beta_places, best, mask=is_beta)
+    tl.store(partner + image * betas + beta_places, chosen, mask=is_beta)
+
+
+@triton.jit
+def _kept_slots(alpha_gone, places, alphas, protected, OTHERS: tl.constexpr):
+    """Slot of each staying alpha token: how many stay before it."""
+    slots = tl.zeros(places.shape, tl.int32) + protected
+    for first in range(0, alphas, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        stays = tl.load(alpha_gone + others, mask=others < alphas, other=1) == 0
+        slots += tl.sum((stays[None, :] & (others[None, :] < places[:, None])).to(tl.int32), 1)
+    return slots
+
+
+@triton.jit
+def slots_kernel(
+    alpha_gone, alpha_partner, beta_strength, beta_partner, slots,
+    tokens, alphas, betas, r, forth, protected,
+    BIDIRECTIONAL: tl.constexpr, MINE: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """slots (B N) of a tile of tokens, from the partners of both sides."""
+    image = tl.program_id(1).to(tl.int64)
+    alpha_gone += image * alphas
+    beta_strength += image * betas
+    token = tl.program_id(0) * MINE + tl.arange(0, MINE)
+    odd = token % 2 == 1
+    free = (token >= protected) & (token < tokens)
+    place = tl.where(odd, token - (protected + 1 - protected % 2), token - (protected + protected % 2)) // 2
+    leaves = free & (odd == 0) & (tl.load(alpha_gone + place, mask=free & (odd == 0), other=0) != 0)
+    # an alpha token that leaves shares the slot of its beta token
+    beta = tl.where(odd, place, tl.load(alpha_partner + image * alphas + place, mask=leaves, other=0))
+    on_beta = (free & odd) | leaves
+    moves = token < 0
+    host = place
+    beta_slot = beta + protected + alphas - forth
+    if BIDIRECTIONAL:
+        mine = tl.load(beta_strength + beta, mask=on_beta, other=0.0)
+        rank = tl.zeros([MINE], tl.int32)
+        for first in range(0, betas, OTHERS):
+            others = first + tl.arange(0, OTHERS)
+            values = tl.load(beta_strength + others, mask=others < betas, other=float("-inf"))
+            rank += _values_ahead(values, others, mine, beta)
+        moves = on_beta & (rank < r - forth)
+        host = tl.load(beta_partner + image * betas + beta, mask=moves, other=0)
+        beta_slot = rank + protected + alphas - r
+    alpha = tl.where(moves, host, place)
+    slot = tl.where(on_beta & (moves == 0), beta_slot, _kept_slots(alpha_gone, alpha, alphas, protected, OTHERS))
+    slot = tl.where(token < protected, token, slot)
+    tl.store(slots + image * tokens + token, slot.to(tl.int64), mask=token < tokens)
+
+
+@triton.jit
+def members_kernel(slots, order, start, tokens, count, MINE: tl.constexpr, OTHERS: tl.constexpr):
+    """order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`."""
+    image = tl.program_id(1).to(tl.int64)
+    slots += image * tokens
+    token = tl.program_id(0) * MINE + tl.arange(0, MINE)
+    slot = tl.load(slots + token, mask=token < tokens, other=0)
+    at = tl.zeros([MINE], tl.int32)
+    begins = tl.zeros([MINE], tl.int32)
+    for first in range(0, tokens, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        other = tl.load(slots + others, mask=others < tokens, other=1 << 40)
+        earlier = (other[None, :] == slot[:, None]) & (others[None, :] < token[:, None])
+        at += tl.sum(((other[None, :] < slot[:, None]) | earlier).to(tl.int32), 1)
+        begins += tl.sum((other[None, :] < token[:, None]).to(tl.int32), 1)
+    tl.store(order + image * tokens + at, token, mask=token < tokens)
+    tl.store(start + image * (count + 1) + token, begins, mask=token <= count)

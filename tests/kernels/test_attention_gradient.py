@@ -1,0 +1,204 @@
+"""Gradients of attention by Triton against float64, as near as PyTorch's own in the same dtype."""
+
+import os
+
+import pytest
+import timm
+import torch
+from torch.library import opcheck
+
+import mctf
+from mctf import MctfError, kernels
+from mctf.core import attention
+from mctf.core.assignment import Assignment
+from mctf.kernels import attention_backward_op, attention_op, plain_operations, pooling_op
+
+from .conftest import FLOATS, distance, poisoned
+from .test_attention_kernel import FLOOR, inputs
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SHAPES = [(1, 1, 197, 64), (2, 2, 31, 32), (1, 2, 100, 24), (1, 1, 150, 80), (1, 1, 300, 16)]
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    for module in (attention_op, attention_backward_op):
+        monkeypatch.setattr(module, "_outputs", poisoned(module._outputs))
+
+
+def fusion(batch, tokens, device):
+    """An assignment of all tokens to three quarters as many slots."""
+    generator = torch.Generator().manual_seed(1)
+    count = -(-3 * tokens // 4)
+    slots = torch.stack([torch.randperm(tokens, generator=generator) % count for _ in range(batch)])
+    return Assignment(slots.to(device), count)
+
+
+def gradients(attend, tensors, out_grad, **options):
+    """Gradients of q, k and v, given that of the context."""
+    tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+    context = attend(*tensors, **options)
+    return torch.autograd.grad(context, tensors, out_grad.to(context.dtype))
+
+
+def assert_as_near_as_pytorch(tensors, out_grad, **options):
+    """Each gradient errs at most twice as much as PyTorch's own in the same dtype, and a floor."""
+    exact = gradients(attention.attend, [tensor.double() for tensor in tensors], out_grad, **options)
+    own = gradients(attention.attend, tensors, out_grad, **options)
+    found = gradients(kernels.attend, tensors, out_grad, **options)
+    for name, ours, theirs, true in zip("qkv", found, own, exact, strict=True):
+        allowed = 2 * distance(theirs, true) + FLOOR[ours.dtype]
+        assert distance(ours, true) <= allowed, f"gradient of {name}"
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("proportional", "spread"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients(shape, proportional, spread, dtype, device):
+    batch, _, tokens, channels = shape
+    q, k, v, sizes = inputs(*shape, dtype=dtype, device=device)
+    assignment = fusion(batch, tokens, device) if spread else None
+    out_grad = torch.randn_like(q).transpose(1, 2).flatten(2)
+    assert_as_near_as_pytorch(
+        (q, k, v[:, :, : assignment.count] if spread else v),
+        out_grad,
+        sizes=sizes if proportional else None,
+        spread=assignment,
+        scale=channels**-0.5,
+    )
+
+
+def test_a_wrong_gradient_is_noticed(monkeypatch, device):
+    q, k, v, sizes = inputs(1, 1, 31, 16, dtype=torch.float32, device=device)
+    honest = attention_op.attention_backward
+    monkeypatch.setattr(attention_op, "attention_backward", lambda *args: [1.0001 * grad for grad in honest(*args)])
+    with pytest.raises(AssertionError, match="gradient of q"):
+        assert_as_near_as_pytorch((q, k, v), torch.randn(1, 31, 16, device=device), sizes=sizes, scale=0.25)
+
+
+@pytest.mark.parametrize("tokens", [100, 257])
+def test_attention_received_and_gradients_come_from_one_launch(tokens, device):
+    q, k, v, sizes = inputs(1, 1, tokens, 16, dtype=torch.float32, device=device)
+    options = {"sizes": sizes, "scale": 0.25}
+    expected = kernels.attend_and_look(q, k, v, rows="both", **options)
+    out_grad = torch.randn_like(expected[0])
+    wanted = gradients(attention.attend, (q, k, v), out_grad, **options)
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    context, received = kernels.attend_and_look(*leaves, rows="both", **options)
+    assert torch.equal(context, expected[0])
+    assert torch.equal(received, expected[1])
+    assert not received.requires_grad
+    for found, true in zip(torch.autograd.grad(context, leaves, out_grad), wanted, strict=True):
+        assert distance(found, true) < 1e-5
+
+
+def test_a_single_token_takes_its_own_value(device):
+    q, k, v, _ = inputs(1, 2, 1, 16, dtype=torch.float32, device=device)
+    out_grad = torch.randn(1, 1, 32, device=device)
+    to_q, to_k, to_v = gradients(kernels.attend, (q, k, v), out_grad, sizes=torch.ones(1, 1, device=device), scale=1.0)
+    assert max(to_q.abs().max(), to_k.abs().max()) < 1e-6
+    assert torch.equal(to_v.transpose(1, 2).flatten(2), out_grad)
+
+
+def test_logits_far_below_zero(device):
+    q, k, v, sizes = inputs(1, 1, 20, 16, dtype=torch.float32, device=device)
+    q, k = q / 10 - 30, k / 10 + 30
+    out_grad = torch.randn(1, 20, 16, device=device)
+    assert_as_near_as_pytorch((q, k, v), out_grad, sizes=sizes, scale=1.0)
+
+
+@pytest.mark.parametrize("layout", ["equal for all", "channels apart"])
+def test_gradients_of_the_context_in_any_layout(layout, device):
+    q, k, v, sizes = inputs(2, 2, 40, 16, dtype=torch.float32, device=device)
+    out_grad = torch.randn(2, 32, 40, device=device).transpose(1, 2)
+    if layout == "equal for all":
+        out_grad = torch.ones(1, device=device).expand(2, 40, 32)
+    assert_as_near_as_pytorch((q, k, v), out_grad, sizes=sizes, scale=0.25)
+
+
+def test_nothing_as_large_as_the_map_is_kept(device):
+    q, k, v, sizes = inputs(2, 2, 100, 16, dtype=torch.float32, device=device)
+    kept = []
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()), lambda _: None):
+        context = kernels.attend(*leaves, sizes=sizes, scale=0.25)
+    assert "mctf_attention" in context.grad_fn.name()
+    assert max(kept) == q.numel()
+
+
+def test_dropout_is_left_to_pytorch(device):
+    q, k, v, sizes = inputs(1, 1, 20, 16, dtype=torch.float32, device=device)
+    context = kernels.attend(q.requires_grad_(), k, v, sizes=sizes, scale=0.25, dropout=0.5)
+    assert "mctf" not in context.grad_fn.name()
+
+
+def test_queries_that_autocast_left_in_float32(device):
+    q, k, v, sizes = inputs(1, 1, 20, 16, dtype=torch.float32, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        context = kernels.attend(q, k, v.bfloat16(), sizes=sizes, scale=0.25)
+    assert context.dtype == torch.bfloat16
+    assert distance(context, attention.attend(q, k, v, sizes=sizes, scale=0.25)) < 2e-2
+
+
+def test_gradients_must_be_announced(device):
+    q, k, v, _ = inputs(1, 1, 20, 16, dtype=torch.float32, device=device)
+    with pytest.raises(MctfError, match="train=True"):
+        attention_op.attention(q.requires_grad_(), k, v, None, None, None, None, 0.25, 0.0, 0.0, False, False)
+
+
+def test_sums_over_slots(device):
+    assignment = fusion(2, 50, device)
+    for dtype in FLOATS:
+        x = torch.randn(2, 50, 24, device=device).to(dtype)
+        found = pooling_op.add_up(x, *pooling_op.members(assignment))
+        torch.testing.assert_close(found, assignment.sum(x.double()).to(dtype))
+
+
+def test_operators_keep_their_promises(device):
+    """Under the interpreter kernels cannot be traced, so only the schema and the registration are checked there."""
+    checks = {"test_utils": ("test_schema", "test_autograd_registration")} if INTERPRETED else {}
+    q, k, v, sizes = (tensor.contiguous() for tensor in inputs(1, 2, 40, 16, dtype=torch.float32, device=device))
+    assignment = fusion(1, 40, device)
+    order, start = pooling_op.members(assignment)
+    values = v[:, :, : assignment.count].contiguous()
+    leaves = [tensor.requires_grad_() for tensor in (q, k, values)]
+    arguments = (sizes, assignment.slots, order, start, 0.25, 1.0, 0.0, True, True)
+    opcheck(attention_op.attention, (*leaves, *arguments), **checks)
+    constants = [tensor.detach() for tensor in leaves]
+    out, _, normaliser = attention_op.attention(*constants, *arguments)
+    operands = (*constants, sizes, assignment.slots, out, normaliser, torch.randn_like(out), 0.25)
+    opcheck(attention_backward_op.attention_backward, operands, **checks)
+    opcheck(pooling_op.add_up, (out, order, start), **checks)
+
+
+def model_gradients(model, images):
+    model.zero_grad()
+    model(images).square().sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("method", ["mctf", "mctf_exact"])
+def test_a_whole_model_learns_the_same(method, device):
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=10, depth=3).to(device)
+    images = torch.randn(1, 3, 160, 160, device=device)
+    mctf.fuse(model, method, r=20)
+    found = model_gradients(model, images)
+    with plain_operations():
+        expected = model_gradients(model, images)
+    assert {name: distance(found[name], expected[name]) < 1e-4 for name in found} == dict.fromkeys(found, True)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels cannot be compiled")
+@pytest.mark.parametrize("method", ["mctf", "mctf_exact"])
+def test_a_compiled_model_learns_the_same(method, device):
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=10, depth=3).to(device)
+    images = torch.randn(2, 3, 160, 160, device=device)
+    mctf.fuse(model, method, r=20)
+    expected = model_gradients(model, images)
+    compiled = torch.compile(model, fullgraph=True)
+    model.zero_grad()
+    compiled(images).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert distance(parameter.grad, expected[name]) < 1e-3, name
