@@ -40,6 +40,14 @@ def test_every_contender_is_measured(bench: Command, tmp_path: Path) -> None:
         assert rows["mctf"]["gflops"] < rows[PLAIN]["gflops"]
 
 
+def test_training_is_timed_too(bench: Command) -> None:
+    facts = json.loads(bench("test_vit", "-r", 8, "-m", "mctf_exact", "--batch", 2, "--training", "--json").out)
+    (table,) = facts["tables"]
+    assert facts["training"]
+    assert table["title"].endswith("forward and backward")
+    assert [row["name"] for row in table["rows"]] == [PLAIN, "mctf_exact", CEILING]
+
+
 def test_the_table_is_for_people(bench: Command) -> None:
     outcome = bench("test_vit", "-m", "mctf", "--rounds", 1)
     assert "test_vit, r=16, batch 8, 160x160, " in outcome.out
@@ -53,7 +61,7 @@ def test_the_table_is_for_people(bench: Command) -> None:
         (["test_vit", "--batch", "0"], "--batch '0' is not a list of positive numbers: write 1,8,64"),
         (["test_vit", "-m", "tomee"], "unknown method 'tomee': did you mean 'tome'?"),
         (["test_vit", "-r", "x"], "r='x' is not a number"),
-        (["resnet18"], "ResNet is"),
+        (["resnet18"], "ResNet cannot be fused"),
         (["test_vit", "--output", "no/such/folder.json"], "there is no folder"),
     ],
     ids=str,

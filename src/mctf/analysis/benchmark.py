@@ -39,6 +39,7 @@ class Contest:
     image_size: tuple[int, int]
     compiled: str | None = None  # None for eager, else the mode of torch.compile
     rounds: int = 7
+    training: torch.dtype | None = None  # forward and backward under autocast to this dtype; None for forward alone
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,6 @@ def benchmark(model: nn.Module, contest: Contest, *, tick: Callable[[], object] 
         return _benchmark(model, contest, tick)
 
 
-@torch.inference_mode()
 def _benchmark(model: nn.Module, contest: Contest, tick: Callable[[], object]) -> tuple[Result, ...]:
     weight = next(model.parameters())
     height, width = contest.image_size
@@ -79,22 +79,22 @@ def _benchmark(model: nn.Module, contest: Contest, tick: Callable[[], object]) -
         for name, made in models.items()
         if name != PLAIN and not name.startswith(CEILING)
     }
-    forwards = {name: _forward(made, contest.compiled) for name, made in models.items()}
+    passes = {name: partial(_pass(made, contest), images) for name, made in models.items()}
     peaks = {}
-    for name, forward in forwards.items():
-        peaks[name] = _peak(forward, images)
+    for name, once in passes.items():
+        peaks[name] = _peak(once, weight.device, training=contest.training is not None)
         tick()
-    repeats = _repeats(forwards[PLAIN], images)
-    times = measure(
-        {name: partial(_repeat, forward, images, repeats) for name, forward in forwards.items()},
-        device=weight.device,
+    timing = partial(measure, device=weight.device, gradient=contest.training is not None)
+    repeats = _repeats(timing({PLAIN: passes[PLAIN]}, rounds=3, warmup=1)[PLAIN])
+    times = timing(
+        {name: partial(_repeat, once, repeats) for name, once in passes.items()},
         rounds=contest.rounds,
         settle=True,
         after_round=tick,
     )
     return tuple(
-        _result(name, timing, times[PLAIN], repeats, contest, model, peaks[name], differences.get(name))
-        for name, timing in times.items()
+        _result(name, seconds, times[PLAIN], repeats, contest, model, peaks[name], differences.get(name))
+        for name, seconds in times.items()
     )
 
 
@@ -114,6 +114,7 @@ def _never() -> bool:
     return False
 
 
+@torch.inference_mode()
 def check(fused: nn.Module, images: Tensor, name: str) -> float:
     """How far the fused model is from itself in float32 and plain operations: the median over images, relative.
 
@@ -132,34 +133,45 @@ def check(fused: nn.Module, images: Tensor, name: str) -> float:
     return distance
 
 
-def _forward(model: nn.Module, compiled: str | None) -> Callable[[Tensor], Tensor]:
-    if compiled is None:
-        return model
-    return torch.compile(model, fullgraph=True, mode=None if compiled == "default" else compiled)
+def _pass(model: nn.Module, contest: Contest) -> Callable[[Tensor], object]:
+    """What is timed: a forward pass, or one of training."""
+    forward: Callable[[Tensor], Tensor] = model.train(contest.training is not None)
+    if contest.compiled is not None:
+        mode = None if contest.compiled == "default" else contest.compiled
+        forward = torch.compile(model, fullgraph=True, mode=mode)
+    return forward if contest.training is None else partial(_train, model, forward, contest.training)
 
 
-def _repeat(forward: Callable[[Tensor], Tensor], images: Tensor, repeats: int) -> None:
-    for _ in range(repeats):
-        forward(images)
+def _train(model: nn.Module, forward: Callable[[Tensor], Tensor], dtype: torch.dtype, images: Tensor) -> None:
+    """Forward and backward, without an optimiser: its time does not depend on tokens."""
+    model.zero_grad(set_to_none=True)
+    with torch.autocast(images.device.type, dtype, enabled=dtype != images.dtype):
+        logits = forward(images)
+    logits.float().square().mean().backward()
 
 
-def _peak(forward: Callable[[Tensor], Tensor], images: Tensor) -> float | None:
-    """MiB at the peak of a forward pass, weights and images included; warms the model up as well."""
-    for _ in range(3):
-        forward(images)
-    if not images.is_cuda:
-        return None
-    torch.cuda.synchronize(images.device)
-    torch.cuda.reset_peak_memory_stats(images.device)
-    forward(images)
-    torch.cuda.synchronize(images.device)
-    return torch.cuda.max_memory_allocated(images.device) / 2**20
-
-
-def _repeats(forward: Callable[[Tensor], Tensor], images: Tensor) -> int:
+def _repeats(timing: Timing) -> int:
     """So many passes that one timing takes about a fifth of a second: shorter ones measure the clock."""
-    timing = measure({PLAIN: partial(forward, images)}, device=images.device, rounds=3, warmup=1)[PLAIN]
     return max(1, min(200, round(0.2 / timing.median)))
+
+
+def _repeat(once: Callable[[], object], repeats: int) -> None:
+    for _ in range(repeats):
+        once()
+
+
+def _peak(once: Callable[[], object], device: torch.device, *, training: bool) -> float | None:
+    """MiB at the peak of a pass, weights and images included; warms the model up as well."""
+    with torch.inference_mode(not training):
+        for _ in range(3):
+            once()
+        if device.type != "cuda":
+            return None
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        once()
+        torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) / 2**20
 
 
 def _result(

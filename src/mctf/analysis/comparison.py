@@ -44,9 +44,10 @@ def measure(
     rounds: int = 7,
     warmup: int = 2,
     settle: bool = False,
+    gradient: bool = False,
     after_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
-    """Time each of the callables, interleaved, without gradient, work queued on the device included.
+    """Time each of the callables, interleaved, work queued on the device included; without gradient unless asked.
 
     warmup: rounds that are run and not counted. settle: run each callable once, untimed, right before its timing, so
     that it finds caches and memory as it leaves them itself. after_round: called after every round, warm-up included.
@@ -55,7 +56,7 @@ def measure(
         raise MctfError(f"rounds={rounds} with warmup={warmup} measures nothing: take at least one round")
     names = list(forwards)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    with torch.inference_mode():
+    with torch.inference_mode(not gradient):
         for index in range(-warmup, rounds):
             first = index % len(names)
             for name in names[first:] + names[:first]:

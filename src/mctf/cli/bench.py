@@ -26,6 +26,7 @@ Examples:
   mctf bench deit_small_patch16_224
   mctf bench deit_small_patch16_224 deit_base_patch16_224 -r 16,fast --batch 256 --dtype bfloat16 --compile
   mctf bench deit_base_patch16_384 -r fast --batch 1 --dtype bfloat16 --compile --mode reduce-overhead
+  mctf bench deit_small_patch16_224 --batch 256 --dtype bfloat16 --compile --training
 """,
 )
 @click.argument("models", nargs=-1, required=True, metavar="MODEL…")
@@ -35,6 +36,7 @@ Examples:
 @image_size_option
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
 @click.option("--compile", "compiled", is_flag=True, help="Compile every contender with torch.compile.")
+@click.option("--training", is_flag=True, help="Time forward and backward; --dtype is then that of autocast.")
 @click.option("--mode", default="default", show_default=True, help="Mode of torch.compile, as reduce-overhead.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Timings of each contender.")
 @click.option("--device", "device_name", help="As torch names it; a GPU where there is one by default.")
@@ -71,6 +73,7 @@ def _benchmark(
     image_size: str | None,
     dtype: str,
     compiled: bool,
+    training: bool,
     mode: str,
     rounds: int,
     device_name: str | None,
@@ -87,16 +90,19 @@ def _benchmark(
     if threads is not None:
         torch.set_num_threads(threads)
     device = pick_device(device_name)
+    precision = getattr(torch, dtype)
     size = parse_image_size(image_size)
     names = tuple(name.strip() for name in methods.split(",") if name.strip())
     tables = []
     for name in models:
-        model: Any = create(name, image_size=size).to(device, getattr(torch, dtype))
+        model: Any = create(name, image_size=size).to(device, torch.float32 if training else precision)
         own_size = size or find_host(model).image_size
         for r in parse_reductions(reductions):
             for batch in parse_numbers(batches, "--batch"):
-                contest = Contest(names, r, batch, own_size, mode if compiled else None, rounds)
+                trained = precision if training else None
+                contest = Contest(names, r, batch, own_size, mode if compiled else None, rounds, trained)
                 title = f"{name}, r={r}, batch {batch}, {own_size[0]}x{own_size[1]}, {describe_device(device)}, {dtype}"
+                title += ", forward and backward" if training else ""
                 results = _run(model, contest, title)
                 tables.append((title, results, verdicts(results)))
     facts = {
@@ -104,6 +110,7 @@ def _benchmark(
         "device": describe_device(device),
         "dtype": dtype,
         "compiled": mode if compiled else None,
+        "training": training,
         "rounds": rounds,
         "versions": versions(),
         "commit": commit(),
