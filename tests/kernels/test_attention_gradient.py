@@ -41,13 +41,13 @@ def gradients(attend, tensors, out_grad, **options):
     return torch.autograd.grad(context, tensors, out_grad.to(context.dtype))
 
 
-def assert_as_near_as_pytorch(tensors, out_grad, **options):
+def assert_as_near_as_pytorch(tensors, out_grad, *, floor=None, **options):
     """Each gradient errs at most twice as much as PyTorch's own in the same dtype, and a floor."""
     exact = gradients(attention.attend, [tensor.double() for tensor in tensors], out_grad, **options)
     own = gradients(attention.attend, tensors, out_grad, **options)
     found = gradients(kernels.attend, tensors, out_grad, **options)
     for name, ours, theirs, true in zip("qkv", found, own, exact, strict=True):
-        allowed = 2 * distance(theirs, true) + FLOOR[ours.dtype]
+        allowed = 2 * distance(theirs, true) + (floor or FLOOR[ours.dtype])
         assert distance(ours, true) <= allowed, f"gradient of {name}"
 
 
@@ -96,7 +96,8 @@ def test_a_single_token_takes_its_own_value(device):
     q, k, v, _ = inputs(1, 2, 1, 16, dtype=torch.float32, device=device)
     out_grad = torch.randn(1, 1, 32, device=device)
     to_q, to_k, to_v = gradients(kernels.attend, (q, k, v), out_grad, sizes=torch.ones(1, 1, device=device), scale=1.0)
-    assert max(to_q.abs().max(), to_k.abs().max()) < 1e-6
+    # 0 but for rounding: float32 by three products of 11 bits each keeps about 21 bits of sums as large as 4
+    assert max(to_q.abs().max(), to_k.abs().max()) < 4 * 2**-20
     assert torch.equal(to_v.transpose(1, 2).flatten(2), out_grad)
 
 
@@ -104,7 +105,8 @@ def test_logits_far_below_zero(device):
     q, k, v, sizes = inputs(1, 1, 20, 16, dtype=torch.float32, device=device)
     q, k = q / 10 - 30, k / 10 + 30
     out_grad = torch.randn(1, 20, 16, device=device)
-    assert_as_near_as_pytorch((q, k, v), out_grad, sizes=sizes, scale=1.0)
+    # logits of about -14,400: rounding one to float32 changes its exponential by that times 2 ** -24
+    assert_as_near_as_pytorch((q, k, v), out_grad, floor=14_400 * 2**-24, sizes=sizes, scale=1.0)
 
 
 @pytest.mark.parametrize("layout", ["equal for all", "channels apart"])

