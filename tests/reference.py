@@ -1,18 +1,17 @@
 """Fused blocks the slow way: one image at a time, an explicit attention map, loops over pairs of tokens.
 
 Written from the method's description alone and sharing no code with the library, which must agree with it. The
-host's part (norms, projections, residual branches) uses the timm block's modules.
+host's part (norms, projections, residual branches) is in `reference_blocks`, with the host's own modules.
 
 Axes: H heads, N tokens entering a block, M tokens leaving it, C channels, d channels a head.
 """
 
-import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from timm.models.vision_transformer import ResPostBlock, VisionTransformer
 from torch import Tensor
+
+from reference_blocks import Cover, Pieces
 
 Groups = list[list[int]]  # for each output token the input tokens it is made of
 
@@ -48,16 +47,36 @@ class Result:
         return where
 
 
-def run_blocks(model: VisionTransformer, tokens: Tensor, counts: list[int], method: str, options: Options) -> Result:
+@dataclass
+class Tokens:
+    """What one block hands to the next: N C, how many input tokens each stands for, and the places they cover."""
+
+    x: Tensor
+    sizes: list[float]
+    cover: Cover
+
+    def fused(self, groups: Groups, weights: list[float], x: Tensor) -> "Tokens":
+        """The tokens x of the groups, with all that goes with them."""
+        sizes = [sum(self.sizes[i] for i in members) for members in groups]
+        return Tokens(x, sizes, [self._places(members, weights) for members in groups])
+
+    def _places(self, members: list[int], weights: list[float]) -> dict[int, float]:
+        total = sum(weights[i] for i in members)
+        return {place: weights[i] / total * share for i in members for place, share in self.cover[i].items()}
+
+
+def run_blocks(
+    blocks: list[Pieces], tokens: Tensor, counts: list[int], *, protected: int, method: str, options: Options
+) -> Result:
     """All blocks on one image's tokens (N C), fusing counts[l] tokens in block l as far as there are enough."""
-    result = Result(tokens, [1.0] * len(tokens))
-    protected = model.num_prefix_tokens
-    for block, asked in zip(model.blocks, counts, strict=True):
-        r = allowed(asked, len(result.tokens), protected, floor=0 if method == "tome" else 10)
+    present = Tokens(tokens, [1.0] * len(tokens), [{place: 1.0} for place in range(len(tokens))])
+    groups = []
+    for block, asked in zip(blocks, counts, strict=True):
+        r = allowed(asked, len(present.x), protected, floor=0 if method == "tome" else 10)
         run = plain_block if r == 0 else tome_block if method == "tome" else mctf_block
-        result.tokens, result.sizes, groups = run(block, result.tokens, result.sizes, r, protected, options)
-        result.groups.append(groups)
-    return result
+        present, made = run(block, present, r, protected, options)
+        groups.append(made)
+    return Result(present.x, present.sizes, groups)
 
 
 def allowed(r: int, tokens: int, protected: int, floor: int) -> int:
@@ -65,45 +84,40 @@ def allowed(r: int, tokens: int, protected: int, floor: int) -> int:
     return max(0, min(r, tokens - floor, (tokens - protected) // 2))
 
 
-def plain_block(
-    block: Any, x: Tensor, sizes: list[float], r: int, protected: int, options: Options
-) -> tuple[Tensor, list[float], Groups]:
-    return whole_block(block, x, sizes, options.proportional), sizes, [[i] for i in range(len(x))]
+def plain_block(block: Pieces, tokens: Tokens, r: int, protected: int, options: Options) -> tuple[Tokens, Groups]:
+    alone = [[i] for i in range(len(tokens.x))]
+    return whole_block(block, tokens, options), alone
 
 
-def mctf_block(
-    block: Any, x: Tensor, sizes: list[float], r: int, protected: int, options: Options
-) -> tuple[Tensor, list[float], Groups]:
-    full_map = attention_map(block, x, sizes, options.proportional)
+def mctf_block(block: Pieces, tokens: Tokens, r: int, protected: int, options: Options) -> tuple[Tokens, Groups]:
+    read = block.read(tokens.x)
+    full_map = attention_map(block, read, tokens, options)
     informative = received(full_map, options.informativeness, protected)
     if options.attention == "previous":
-        x = whole_block(block, x, sizes, options.proportional)
-    groups = match(x, informative, sizes, r, protected, options)
-    weights = pooling_weights(informative, sizes, options.pooling)
-    fused = pool(x, groups, weights, options.pooling)
-    fused_sizes = [sum(sizes[i] for i in members) for members in groups]
+        tokens = whole_block(block, tokens, options)
+    groups = match(tokens.x, informative, tokens.sizes, r, protected, options)
+    weights = pooling_weights(informative, tokens.sizes, options.pooling)
+    fused = tokens.fused(groups, weights, pool(tokens.x, groups, weights, options.pooling))
     if options.attention == "previous":
-        return fused, fused_sizes, groups
+        return fused, groups
     if options.attention == "precise":
-        return whole_block(block, fused, fused_sizes, options.proportional), fused_sizes, groups
+        return whole_block(block, fused, options), groups
     if options.attention == "exact":
-        read = before_attention(block, x)
-        context = finish(block, joined_heads(full_map @ values(block, read)), read)
+        context = block.finish(joined_heads(full_map @ block.values(read)), read)
         context = pool(context, groups, weights, options.pooling)
-        return add_mlp(block, add_attention(block, fused, context)), fused_sizes, groups
-    small_map = approximated_map(full_map, groups, weights, options.pooling)
-    read = before_attention(block, fused)
-    context = joined_heads(small_map @ values(block, read))
-    return add_mlp(block, add_attention(block, fused, finish(block, context, read))), fused_sizes, groups
+    else:
+        small_map = approximated_map(full_map, groups, weights, options.pooling)
+        read = block.read(fused.x)
+        context = block.finish(joined_heads(small_map @ block.values(read)), read)
+    fused.x = block.add_mlp(block.add_attention(fused.x, context))
+    return fused, groups
 
 
-def tome_block(
-    block: Any, x: Tensor, sizes: list[float], r: int, protected: int, options: Options
-) -> tuple[Tensor, list[float], Groups]:
-    read = before_attention(block, x)
-    context = joined_heads(attention_map(block, x, sizes, options.proportional) @ values(block, read))
-    _, keys = queries_keys(block, read)
-    x = add_attention(block, x, finish(block, context, read))
+def tome_block(block: Pieces, tokens: Tokens, r: int, protected: int, options: Options) -> tuple[Tokens, Groups]:
+    read = block.read(tokens.x)
+    context = joined_heads(attention_map(block, read, tokens, options) @ block.values(read))
+    _, keys = block.queries_keys(read, tokens.cover)
+    x = block.add_attention(tokens.x, block.finish(context, read))
     metric = keys.mean(dim=0)
     score = {
         (i, j): cosine(metric[i], metric[j])
@@ -112,34 +126,36 @@ def tome_block(
         if min(i, j) >= protected
     }
     groups = match_one_way(score, len(x), r, protected)
-    fused_sizes = [sum(sizes[i] for i in members) for members in groups]
-    return add_mlp(block, pool(x, groups, sizes, "size")), fused_sizes, groups
+    fused = block.add_mlp(pool(x, groups, tokens.sizes, "size"))
+    return tokens.fused(groups, tokens.sizes, fused), groups
 
 
-def whole_block(block: Any, x: Tensor, sizes: list[float], proportional: bool) -> Tensor:
+def whole_block(block: Pieces, tokens: Tokens, options: Options) -> Tokens:
     """The block without fusing, with proportional attention."""
-    read = before_attention(block, x)
-    context = joined_heads(attention_map(block, x, sizes, proportional) @ values(block, read))
-    return add_mlp(block, add_attention(block, x, finish(block, context, read)))
+    read = block.read(tokens.x)
+    context = joined_heads(attention_map(block, read, tokens, options) @ block.values(read))
+    x = block.add_mlp(block.add_attention(tokens.x, block.finish(context, read)))
+    return Tokens(x, tokens.sizes, tokens.cover)
+
+
+def attention_map(block: Pieces, read: Tensor, tokens: Tokens, options: Options) -> Tensor:
+    """The block's attention, H N N, to which a token of size s counts s times unless that is switched off."""
+    q, k = block.queries_keys(read, tokens.cover)
+    sizes = tokens.sizes if options.proportional else [1.0] * len(read)
+    return block.attention_map(q, k, sizes, tokens.cover)
 
 
 def received(full_map: Tensor, rows: str, protected: int) -> list[float]:
-    """How much attention each token gets, from all tokens, from the class token, or the mean of these two."""
-    everyone = full_map.mean(dim=(0, 1)).tolist()
-    class_token = full_map[:, 0].mean(dim=0).tolist()
+    """How much attention each token gets, from all tokens, from the class token, or the mean of these two.
+
+    At least a trace: heads that talk to each other may weigh a token below 0.
+    """
+    everyone, class_token = full_map.mean(dim=(0, 1)), full_map[:, 0].mean(dim=0)
     if rows == "mean" or (rows == "auto" and not protected):
-        return everyone
-    return class_token if rows == "class" else [(a + b) / 2 for a, b in zip(everyone, class_token, strict=True)]
-
-
-def attention_map(block: Any, x: Tensor, sizes: list[float], proportional: bool) -> Tensor:
-    """A = softmax(q kT / sqrt(d) + log s of the key), H N N."""
-    q, k = queries_keys(block, before_attention(block, x))
-    logits = q @ k.transpose(1, 2) / math.sqrt(block.attn.head_dim)
-    if proportional:
-        for j, size in enumerate(sizes):
-            logits[:, :, j] += math.log(size)
-    return logits.softmax(dim=2)
+        looks = everyone
+    else:
+        looks = class_token if rows == "class" else (everyone + class_token) / 2
+    return looks.clamp_min(1e-30).tolist()
 
 
 def approximated_map(full_map: Tensor, groups: Groups, weights: list[float], pooling: str) -> Tensor:
@@ -222,41 +238,6 @@ def pool(x: Tensor, groups: Groups, weights: list[float], pooling: str) -> Tenso
     return torch.stack(fused)
 
 
-def before_attention(block: Any, x: Tensor) -> Tensor:
-    return x if isinstance(block, ResPostBlock) else block.norm1(x)
-
-
-def queries_keys(block: Any, read: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, _ = block.attn.qkv(read).chunk(3, dim=1)
-    return block.attn.q_norm(split_heads(block, q)), block.attn.k_norm(split_heads(block, k))
-
-
-def values(block: Any, read: Tensor) -> Tensor:
-    return split_heads(block, block.attn.qkv(read).chunk(3, dim=1)[2])
-
-
-def split_heads(block: Any, flat: Tensor) -> Tensor:
-    """N (H d) -> H N d."""
-    return flat.view(len(flat), block.attn.num_heads, -1).transpose(0, 1)
-
-
 def joined_heads(context: Tensor) -> Tensor:
     """H N d -> N (H d)."""
     return context.transpose(0, 1).flatten(1)
-
-
-def finish(block: Any, context: Tensor, read: Tensor) -> Tensor:
-    """What some blocks do between attention and its output projection: a norm, a gate."""
-    context = block.attn.norm(context)
-    return context if block.attn.gate is None else context * torch.sigmoid(block.attn.gate(read))
-
-
-def add_attention(block: Any, x: Tensor, context: Tensor) -> Tensor:
-    y = block.attn.proj(context)
-    return x + (block.norm1(y) if isinstance(block, ResPostBlock) else block.ls1(y))
-
-
-def add_mlp(block: Any, x: Tensor) -> Tensor:
-    if isinstance(block, ResPostBlock):
-        return x + block.norm2(block.mlp(x))
-    return x + block.ls2(block.mlp(block.norm2(x)))

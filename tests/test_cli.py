@@ -92,7 +92,7 @@ def test_plan_reads_fast(command) -> None:
         ("nothing", "there is no command 'nothing': choose from "),
         ("plan", "Missing argument 'MODEL'"),
         ("plan deit_tiny_patch16_22", "did you mean 'deit_tiny_patch16_224'?"),
-        ("plan resnet18", "ResNet is not built on timm's VisionTransformer"),
+        ("plan resnet18", "ResNet cannot be fused, it has no global attention"),
         (
             "plan deit_tiny_patch16_224 -r many",
             "r='many' is not a number: write a count (16), a ratio (0.35) or 'fast'",

@@ -100,7 +100,7 @@ def test_it_says_so_when_fusing_does_not_pay_or_rounds_were_disturbed(speedup, s
     [
         (["-r", "nan"], "is not a number"),
         (["--model", "deit_smal_patch16_224"], "did you mean 'deit_small_patch16_224"),
-        (["--model", "resnet18"], "ResNet is not built on"),
+        (["--model", "resnet18"], "ResNet cannot be fused"),
         (["--method", "mtcf"], "did you mean 'mctf'?"),
         (["--weights", "missing.pt"], "there is no weights file missing.pt"),
         (["--output", "a_file"], "a_file is a file"),

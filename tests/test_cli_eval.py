@@ -240,7 +240,7 @@ class TestRefuses:
     def test_a_model_that_is_no_vision_transformer(self, run: Command, basic: list[object], tmp_path: Path) -> None:
         save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "resnet.safetensors")
         answer = run("test_resnet", *basic[1:], "--weights", tmp_path / "resnet.safetensors")
-        assert_refused(answer, "is not built on timm's VisionTransformer")
+        assert_refused(answer, "ResNet cannot be fused, it has no global attention")
 
     def test_weights_of_another_model(self, run: Command, basic: list[object]) -> None:
         assert_refused(run("test_vit2", *basic[1:]), "tiny.safetensors holds weights of another model")

@@ -130,7 +130,7 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_written(
 
 
 @pytest.mark.parametrize(
-    ("model", "complaint"), [("test_vitt", "did you mean 'test_vit"), ("resnet18", "ResNet is not built on")]
+    ("model", "complaint"), [("test_vitt", "did you mean 'test_vit"), ("resnet18", "ResNet cannot be fused")]
 )
 def test_models_that_cannot_be_fused_are_refused(command, images, tmp_path, model: str, complaint: str) -> None:
     before = files(tmp_path)

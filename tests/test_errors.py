@@ -53,8 +53,8 @@ class Wrapper(nn.Module):
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (nn.Linear(3, 3), "Linear is not built on timm's VisionTransformer: pass a model that is"),
-        (Wrapper(nn.Linear(3, 3)), "Wrapper is not built on timm's VisionTransformer: pass"),
+        (nn.Linear(3, 3), "Linear is no model that mctf knows: pass a Vision Transformer with global attention"),
+        (Wrapper(nn.Linear(3, 3)), "Wrapper is no model that mctf knows: pass"),
         (None, "expected a torch.nn.Module, got NoneType"),
         ("deit_tiny_patch16_224", "expected a torch.nn.Module, got str"),
     ],
@@ -64,15 +64,44 @@ def test_not_a_vision_transformer(model: Any, text: str) -> None:
     assert_refused(model, text, lambda: mctf.fuse(model))
 
 
-@pytest.mark.parametrize(
-    ("name", "family"), [("resnet18", "ResNet"), ("swin_tiny_patch4_window7_224", "Swin"), ("test_vit3", None)]
-)
-def test_other_timm_models(name: str, family: str | None) -> None:
-    model = timm.create_model(name)
-    if family is None:
-        mctf.fuse(model)  # a VisionTransformer among them, to show that it is not timm that is refused
-    else:
-        assert_refused(model, f"{family}", lambda: mctf.fuse(model))
+WINDOWS = "it attends inside windows of fixed shape"
+GRID = "it pools or convolves its tokens on their grid"
+REFUSED = [
+    ("swin_tiny_patch4_window7_224", "SwinTransformer", WINDOWS),
+    ("swinv2_tiny_window8_256", "SwinTransformerV2", WINDOWS),
+    ("swinv2_cr_tiny_224", "SwinTransformerV2Cr", WINDOWS),
+    ("samvit_base_patch16", "VisionTransformerSAM", WINDOWS),
+    ("sam2_hiera_tiny", "HieraDet", WINDOWS),
+    ("maxvit_tiny_tf_224", "MaxxVit", WINDOWS),
+    ("davit_tiny", "DaVit", WINDOWS),
+    ("tiny_vit_5m_224", "TinyVit", WINDOWS),
+    ("xcit_nano_12_p16_224", "Xcit", "it attends over channels, not over tokens"),
+    ("edgenext_base", "EdgeNeXt", "it attends over channels, not over tokens"),
+    ("pvt_v2_b0", "PyramidVisionTransformerV2", GRID),
+    ("coat_tiny", "CoaT", GRID),
+    ("hiera_tiny_224", "Hiera", GRID),
+    ("mvitv2_tiny", "MultiScaleVit", GRID),
+    ("levit_128s", "LevitDistilled", GRID),
+    ("pit_ti_224", "PoolingVisionTransformer", GRID),
+    ("poolformer_s12", "MetaFormer", GRID),
+    ("fastvit_t8", "FastVit", GRID),
+    ("efficientformerv2_s0", "EfficientFormerV2", GRID),
+    ("convnext_atto", "ConvNeXt", "it has no global attention"),
+    ("resnet18", "ResNet", "it has no global attention"),
+    ("mixer_s32_224", "MlpMixer", "it has no global attention"),
+    ("crossvit_9_240", "CrossVit", None),
+]
+
+
+@pytest.mark.parametrize(("name", "family", "reason"), REFUSED)
+def test_families_that_cannot_be_fused(name: str, family: str, reason: str | None) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    text = f"{family} is no model that mctf knows" if reason is None else f"{family} cannot be fused, {reason}"
+    assert_refused(model, text, lambda: mctf.fuse(model))
+    assert_refused(model, "pass a Vision Transformer with global attention", lambda: mctf.plan(model))
+    if reason is not None:
+        assert_refused(None, f"Wrapper cannot be fused, {reason}", lambda: mctf.fuse(Wrapper(model)))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +313,7 @@ def test_bad_model_names() -> None:
     assert_refused(
         None, "timm has no model 'deit_tiny_patch16_24': did you mean", lambda: mctf.plan("deit_tiny_patch16_24")
     )
-    assert_refused(None, "ResNet is not built on", lambda: mctf.plan("resnet18"))
+    assert_refused(None, "ResNet cannot be fused", lambda: mctf.plan("resnet18"))
     assert_refused(None, "does not take 7x7 images", lambda: mctf.plan("deit_tiny_patch16_224", image_size=7))
 
 

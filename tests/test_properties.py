@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 import mctf
-from models import DEPTH, METHODS, NAMES, equal_tokens, make, make_images, tokens_of
+from models import DEPTH, METHODS, NAMES, PAIRS, equal_tokens, family_of, make, make_images, run, tokens_of
 
 entries = st.one_of(st.integers(0, 40), st.floats(0, 0.6))
 reductions = st.one_of(entries, st.lists(entries, min_size=DEPTH, max_size=DEPTH))
+every_pair = pytest.mark.parametrize(("name", "method"), PAIRS)
 every_model = pytest.mark.parametrize("name", NAMES)
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -24,16 +24,16 @@ every_method = pytest.mark.parametrize("method", METHODS)
 def test_r_0_is_the_plain_model_bit_for_bit(name: str, method: str) -> None:
     model = make(name)
     images = make_images(model, 2)
-    plain = model(images)
+    plain = run(model, images)
     for nothing in (0, 0.0, [0] * DEPTH):
         mctf.fuse(model, method, r=nothing)
-        assert torch.equal(model(images), plain)
-        assert torch.equal(mctf.unfuse(model)(images), plain)
+        assert torch.equal(run(model, images), plain)
+        assert torch.equal(run(mctf.unfuse(model), images), plain)
 
 
-def assert_nothing_lost(model: VisionTransformer, trace: mctf.Trace, tokens: int) -> None:
+def assert_nothing_lost(model: nn.Module, trace: mctf.Trace, tokens: int) -> None:
     """Sizes count the input tokens, and prefix tokens are alone in their own places."""
-    prefix = model.num_prefix_tokens
+    prefix = family_of(model).prefix(model)
     for index, block in enumerate(trace.blocks):
         source = trace.source_map(index)
         counted = torch.stack([row.bincount(minlength=block.tokens) for row in source]).float()
@@ -45,8 +45,7 @@ def assert_nothing_lost(model: VisionTransformer, trace: mctf.Trace, tokens: int
         assert (source[:, :prefix] == torch.arange(prefix)).all()
 
 
-@every_method
-@every_model
+@every_pair
 @settings(max_examples=6)
 @given(r=reductions, batch=st.integers(1, 3))
 @torch.no_grad()
@@ -54,7 +53,7 @@ def test_no_token_is_lost(name: str, method: str, r: Any, batch: int) -> None:
     model = make(name)
     mctf.fuse(model, method, r=r)
     with mctf.trace(model) as trace:
-        logits = model(make_images(model, batch))
+        logits = run(model, make_images(model, batch))
     assert logits.isfinite().all()
     assert trace.token_counts == mctf.plan(model, method=method, r=r).token_counts
     assert_nothing_lost(model, trace, tokens_of(model))
@@ -85,8 +84,7 @@ def test_a_lost_token_would_be_noticed() -> None:
         assert_nothing_lost(model, trace, tokens_of(model))
 
 
-@every_method
-@every_model
+@every_pair
 @settings(max_examples=4)
 @given(r=reductions)
 @torch.no_grad()
@@ -94,16 +92,17 @@ def test_a_batch_of_two_is_two_batches_of_one(name: str, method: str, r: Any) ->
     model = make(name).double()  # in float32 the batch decides the last bits, and these decide near-ties
     images = make_images(model, 2)
     mctf.fuse(model, method, r=r)
-    apart = torch.cat([model(images[:1]), model(images[1:])])
-    torch.testing.assert_close(model(images), apart, atol=1e-9, rtol=1e-9)
+    apart = torch.cat([run(model, images[:1]), run(model, images[1:])])
+    torch.testing.assert_close(run(model, images), apart, atol=1e-9, rtol=1e-9)
 
 
-def loss_of_equal_tokens(model: VisionTransformer, tokens: Tensor, method: str, **options: Any) -> Tensor:
+def loss_of_equal_tokens(model: nn.Module, equal: int, method: str, **options: Any) -> Tensor:
     """Largest change by fusing in what the blocks give each input token; checks that something was fused."""
-    plain = model.blocks(tokens)
+    family, tokens = family_of(model), equal_tokens(model, equal)
+    plain = family.through_blocks(model, tokens, equal=equal)
     mctf.fuse(model, method, **options)
     with mctf.trace(model) as trace:
-        fused = model.blocks(tokens)
+        fused = family.through_blocks(model, tokens, equal=equal)
     every = fused if fused.shape == plain.shape else trace.spread(fused)
     mctf.unfuse(model)
     assert trace.token_counts[-1] < tokens.shape[1]
@@ -115,7 +114,7 @@ def loss_of_equal_tokens(model: VisionTransformer, tokens: Tensor, method: str, 
 @torch.no_grad()
 def test_equal_tokens_fuse_for_free(name: str, method: str) -> None:
     model = make(name).double()
-    assert loss_of_equal_tokens(model, equal_tokens(model, 48), method, r=10) < 1e-5
+    assert loss_of_equal_tokens(model, 48, method, r=10) < 1e-5
 
 
 @every_method
@@ -125,14 +124,14 @@ def test_pairs_of_equal_tokens_find_each_other(name: str, method: str) -> None:
     model = make(name).double()
     # so high a temperature of the similarity that no difference in the other criteria outweighs it
     options = {} if method == "tome" else {"tau_sim": 500.0}
-    assert loss_of_equal_tokens(model, equal_tokens(model, 2), method, r=20, blocks=[1], **options) < 1e-5
+    assert loss_of_equal_tokens(model, 2, method, r=20, blocks=[1], **options) < 1e-5
 
 
 @every_method
 @torch.no_grad()
 def test_equal_tokens_are_not_free_without_proportional_attention(method: str) -> None:
     model = make("plain").double()
-    assert loss_of_equal_tokens(model, equal_tokens(model, 48), method, r=10, proportional=False) > 1e-3
+    assert loss_of_equal_tokens(model, 48, method, r=10, proportional=False) > 1e-3
 
 
 @every_method
@@ -174,5 +173,5 @@ def test_large_batches_are_looked_at_piece_by_piece(method: str, monkeypatch: py
     mctf.fuse(model, method, r=12)
     at_once = model(images)
     for piece in (1, 2 * 3 * 69 * 69):  # one image, two images
-        monkeypatch.setattr("mctf.core.attention._PIECE", piece)
+        monkeypatch.setattr("mctf.core.attention._CPU_PIECE", piece)
         torch.testing.assert_close(model(images), at_once, atol=1e-9, rtol=1e-9)

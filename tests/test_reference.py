@@ -5,46 +5,46 @@ from typing import Any
 
 import pytest
 import torch
-from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 import mctf
 import reference
-from models import DEPTH, METHODS, NAMES, make, make_images
+from models import DEPTH, METHODS, NAMES, family_of, make, make_images
 
-# Sizes and their shares are float32 in the library, everything else is float64 here.
-TOLERANCE = 1e-6
-
-
-def embed(model: VisionTransformer, images: Tensor) -> Tensor:
-    """The tokens that enter the first block."""
-    return model.norm_pre(model._pos_embed(model.patch_embed(images)))
+# Sizes and their shares are float32 in the library, and so are some rotary tables; everything else is float64 here.
+TOLERANCE = 1e-5
 
 
-def assert_as_reference(
-    model: VisionTransformer, images: Tensor, counts: list[int], method: str, **options: Any
-) -> None:
-    """Final tokens, sizes, source map and logits of the fused model are the reference's, image by image."""
-    tokens = embed(model, images)
+def slow_result(
+    model: nn.Module, tokens: Tensor, counts: list[int], method: str, options: reference.Options
+) -> reference.Result:
+    """The reference on one image's tokens (N C)."""
+    family = family_of(model)
+    blocks, protected = family.pieces(model), family.prefix(model)
+    return reference.run_blocks(blocks, tokens, counts, protected=protected, method=method, options=options)
+
+
+def assert_as_reference(model: nn.Module, images: Tensor, counts: list[int], method: str, **options: Any) -> None:
+    """Final tokens, sizes, source map and output of the fused model are the reference's, image by image."""
+    family = family_of(model)
+    tokens = family.embed(model, images)
     own = {"attention": "exact", "informativeness": "auto"} if method == "mctf_exact" else {}
     meant = reference.Options(**{**own, **options})
-    expected = [reference.run_blocks(model, one, counts, method, meant) for one in tokens]
+    expected = [slow_result(model, one, counts, method, meant) for one in tokens]
 
     mctf.fuse(model, method, r=counts, **options)
     with mctf.trace(model) as trace:
-        logits = model(images)
-        out = model.blocks(tokens)
-    every = model.global_pool != "token"
+        output = family.run(model, images)
+        features = family.features(model, images)
     mctf.unfuse(model)
 
     for image, slow in enumerate(expected):
         where = slow.source_map(tokens.shape[1])
-        features = slow.tokens[where] if every else slow.tokens
         assert trace.source_map()[image].tolist() == where
         assert trace.blocks[-1].sizes[image].tolist() == slow.sizes
-        torch.testing.assert_close(out[image], features, atol=TOLERANCE, rtol=TOLERANCE)
-        head = model.forward_head(model.norm(features[None]))[0]
-        torch.testing.assert_close(logits[image], head, atol=TOLERANCE, rtol=TOLERANCE)
+        final = family.finish(model, (slow.tokens[where] if family.keeps_every_token(model) else slow.tokens)[None])
+        torch.testing.assert_close(features[image], final[0], atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(output[image], family.head(model, final)[0], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -95,6 +95,37 @@ def test_every_option_is_as_the_reference(name: str, options: dict[str, Any]) ->
     assert_as_reference(model, make_images(model, 2), [4, 9, 16, 11], "mctf", **options)
 
 
+# Where positions or talking heads could go wrong: tokens fused before attention, after the block, by other weights.
+OTHER_WAYS: list[dict[str, Any]] = [
+    {"attention": "precise"},
+    {"attention": "previous", "pooling": "size"},
+    {"attention": "exact", "pooling": "mean"},
+    {"pooling": "max"},
+    {"proportional": False, "bidirectional": False},
+]
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("eva02", {}),
+    ("eva_rope_mixed", {}),
+    ("eva_dinov3", {}),
+    ("eva02", {"use_rot_pos_emb": False}),
+    ("beit_both", {}),
+    ("beit", {"use_rel_pos_bias": False}),
+    ("relpos", {"rel_pos_type": "mlp"}),
+    ("cait", {}),
+]
+OTHERS += [(name, {}) for name in ("hf_beit_shared", "hf_dinov3") if name in NAMES]  # where transformers is installed
+
+
+@pytest.mark.parametrize("options", OTHER_WAYS, ids=str)
+@pytest.mark.parametrize(("name", "features"), OTHERS, ids=str)
+@torch.no_grad()
+def test_positions_follow_the_tokens_under_every_option(
+    name: str, features: dict[str, Any], options: dict[str, Any]
+) -> None:
+    model = make(name, seed=1, **features).double()
+    assert_as_reference(model, make_images(model, 1), [4, 9, 0, 11], "mctf", **options)
+
+
 @torch.no_grad()
 def test_tome_without_proportional_attention_is_as_the_reference() -> None:
     model = make("distilled").double()
@@ -108,13 +139,10 @@ def test_the_comparison_notices_every_option(field: dataclasses.Field) -> None:
     other = {"bidirectional": False, "proportional": False}
     other |= {"pooling": "max", "attention": "precise", "informativeness": "class"}
     model = make("plain").double()
-    (tokens,) = embed(model, make_images(model, 1))
-    changed = reference.Options(**{field.name: other.get(field.name, 0.7)})
-    counts = [4, 9, 16, 11]
-    default = reference.run_blocks(model, tokens, counts, "mctf", reference.Options())
-    assert not torch.allclose(
-        reference.run_blocks(model, tokens, counts, "mctf", changed).tokens, default.tokens, atol=1e-3
-    )
+    (tokens,) = family_of(model).embed(model, make_images(model, 1))
+    options = reference.Options(), reference.Options(**{field.name: other.get(field.name, 0.7)})
+    default, changed = (slow_result(model, tokens, [4, 9, 16, 11], "mctf", option) for option in options)
+    assert not torch.allclose(changed.tokens, default.tokens, atol=1e-3)
 
 
 @torch.no_grad()

@@ -2,21 +2,22 @@
 
 import pytest
 import torch
-from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 
 import mctf
-from models import METHODS, NAMES, make, make_images, tokens_of
+from models import PAIRS, make, make_images, run, tokens_of
+
+every_pair = pytest.mark.parametrize(("name", "method"), PAIRS)
 
 
 @torch.no_grad()
-def traced(model: VisionTransformer, batch: int = 2) -> mctf.Trace:
+def traced(model: nn.Module, batch: int = 2) -> mctf.Trace:
     with mctf.trace(model) as trace:
-        model(make_images(model, batch))
+        run(model, make_images(model, batch))
     return trace
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", NAMES)
+@every_pair
 def test_the_source_map_is_the_blocks_one_after_the_other(name: str, method: str) -> None:
     model = mctf.fuse(make(name), method, r=8)
     trace = traced(model)

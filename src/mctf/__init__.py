@@ -4,11 +4,14 @@
     mctf.fuse(model, r=16)          # in place and reversible: mctf.unfuse(model)
     logits = model(images)
 
-Names are imported when first used: `import mctf` and `mctf --help` need no torch.
+Names are imported when first used: `import mctf` and `mctf --help` need no torch. timm knows the models of
+`mctf.models` (T2T-ViT, LV-ViT) as soon as both packages are imported.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from .models.registration import register_with_timm
 
 if TYPE_CHECKING:
     from .analysis.plan import Plan, plan
@@ -31,6 +34,9 @@ _HOMES = {
     "trace": "tracing",
     "unfuse": "api",
 }
+
+
+register_with_timm()
 
 
 def __getattr__(name: str) -> object:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from .core.places import Places, first_places
+from .core.places import Places, places_after
 from .core.schedule import Entry, ReductionSpec, make_schedule, tokens_to_fuse
 from .errors import MctfError
 from .methods.base import BlockOps, Method, Step
@@ -67,9 +67,7 @@ class _State:
         if step.assignment is None:
             return _State(step.sizes, self.places)
         weights = step.weights if shares else None
-        if self.places is None:
-            return _State(step.sizes, first_places(step.assignment, weights))
-        return _State(step.sizes, self.places.then(step.assignment, weights))
+        return _State(step.sizes, places_after(self.places, step.assignment, weights))
 
     def spread(self, x: Tensor) -> Tensor:
         """One token per input token: B M C -> B N C."""
@@ -97,6 +95,7 @@ class FusedStack(nn.Module):
         self.blocks = None if blocks is None else tuple(block % len(self) for block in blocks)
         self.schedule: tuple[Entry, ...] = ()
         self.set_r(r)
+        self.bound_block: type[BoundBlock] = BoundBlock  # what an iteration yields; a host may have its own kind
         self._container = (container,)  # in a tuple: as an attribute it would register all blocks twice
         self._traces: list[Trace] = []
 
@@ -145,7 +144,7 @@ class FusedStack(nn.Module):
 
     def __iter__(self) -> Iterator["BoundBlock"]:
         run = _Run(self)
-        return iter([BoundBlock(run, index, self[index]) for index in range(len(self))])
+        return iter([self.bound_block(run, index, self[index]) for index in range(len(self))])
 
     def __getitem__(self, index: int | slice) -> Any:
         """A block itself, or the first few blocks as a fused stack of their own."""
@@ -157,6 +156,7 @@ class FusedStack(nn.Module):
             raise MctfError("a fused stack can only be sliced from its first block on: run mctf.unfuse(model) first")
         first = FusedStack(nn.Sequential(*blocks[:stop]), self.host, self.method, r=self.schedule[:stop], blocks=None)
         first.training = self.training
+        first.bound_block = self.bound_block
         first.blocks = None if self.blocks is None else tuple(block for block in self.blocks if block < stop)
         first._traces = self._traces
         return first

@@ -1,7 +1,7 @@
 """Accuracy, fidelity and speed of one model under several settings, measured side by side in one pass.
 
 Every batch goes through the plain model and then through each setting, so that all rows see the same images and
-the same moods of the machine.
+the same moods of the machine. Under torchrun every process brings batches of its own; the rows are over all of them.
 
 Axes: B images, 3 H W.
 """
@@ -9,6 +9,7 @@ Axes: B images, 3 H W.
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from ..core.schedule import ReductionSpec
 from ..data import Batch
 from ..errors import MctfError
 from ..models.sharing import copy_sharing_weights
+from ..processes import gather
 from .fidelity import Output, Scores, average, score
 from .plan import Plan, plan
 from .throughput import Pace
@@ -27,11 +29,15 @@ BASE = "base"  # the method of a row that shows the plain model without having b
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to fuse the model, as `mctf.fuse` takes it. r = 0 stands for the plain model."""
+    """One way to fuse the model, as `mctf.fuse` takes it. r = 0 stands for the plain model.
+
+    options: of the method, as pairs of name and value.
+    """
 
     method: str = "mctf"
     r: ReductionSpec = 16
     blocks: tuple[int, ...] | None = None
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -75,13 +81,19 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], settings: Sequence[Sett
     if first is None:
         raise MctfError("there are no images to evaluate: give at least one batch")
     size = (first.pixels.shape[2], first.pixels.shape[3])
-    plans = [plan(model, r=each.r, blocks=each.blocks, method=each.method, image_size=size) for each in settings]
+    plans = [
+        plan(model, r=each.r, blocks=each.blocks, method=each.method, image_size=size, **dict(each.options))
+        for each in settings
+    ]
 
     weight = next(model.parameters())
     classifies = getattr(model, "num_classes", 0) > 0
+    everyone = list(dict.fromkeys([plain, *contenders]))
     for batch in chain([first], remaining):
         pixels = batch.pixels.to(weight.device, weight.dtype)
-        _measure(list(dict.fromkeys([plain, *contenders])), pixels, batch.labels, classifies)
+        _measure(everyone, pixels, batch.labels, classifies)
+    for each in everyone:
+        each.gather()
     rows = [_row(setting.method, each, made) for setting, each, made in zip(settings, contenders, plans, strict=True)]
     if plain not in contenders:
         rows.insert(0, _row(BASE, plain, plan(model, r=0, image_size=size)))
@@ -95,16 +107,24 @@ class _Contender:
     model: nn.Module
     pace: Pace = field(default_factory=Pace)
     seen: list[Scores] = field(default_factory=list)
+    images_per_second: float = 0.0
 
     @classmethod
     def of(cls, model: nn.Module, setting: Setting) -> "_Contender":
         """Every setting is fused, so that all of them are checked; r = 0 is then run as the plain model itself."""
-        fused = fuse(copy_sharing_weights(model), setting.method, r=setting.r, blocks=setting.blocks)
+        options = dict(setting.options)
+        fused = fuse(copy_sharing_weights(model), setting.method, r=setting.r, blocks=setting.blocks, **options)
         return cls((copy_sharing_weights(model) if setting.is_plain else fused).eval())
 
     @property
     def images(self) -> int:
         return sum(len(scores.class_cosine) for scores in self.seen)
+
+    def gather(self) -> None:
+        """Add what the other processes have seen; together they are as fast as their sum."""
+        parts = gather((self.seen, self.pace.images_per_second))
+        self.seen = [scores for seen, _ in parts for scores in seen]
+        self.images_per_second = sum(pace for _, pace in parts)
 
     def run(self, pixels: Tensor) -> Output:
         """The model's forward pass, timed, and then what its classifier has read."""
@@ -134,7 +154,7 @@ def _row(method: str, contender: _Contender, made: Plan) -> Row:
         method=method,
         **asdict(average(contender.seen)),
         gflops=made.gflops,
-        images_per_second=contender.pace.images_per_second,
+        images_per_second=contender.images_per_second,
     )
 
 

@@ -72,7 +72,7 @@ def plan(
     image_size: int | tuple[int, int] | None = None,
     **options: object,
 ) -> Plan:
-    """Token counts and GFLOPs of a model (or a timm model's name) under a setting, without running it."""
+    """Token counts and GFLOPs of a model (or its name: timm's, or hf:NAME) under a setting, without running it."""
     size = _read_size(image_size)
     made = make_method(method, options)
     host = find_host(create_empty(model, image_size=size) if isinstance(model, str) else model)

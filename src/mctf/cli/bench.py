@@ -44,7 +44,7 @@ Examples:
 @click.option("--output", type=click.Path(path_type=Path), help="Write the JSON object into this file as well.")
 @json_option
 def command(output: Path | None, as_json: bool, **options: Any) -> None:
-    """Images per second of the timm models MODEL…: plain, fused by each method, and with tokens dropped for nothing.
+    """Images per second of MODEL… (timm names, or hf:NAME): plain, fused by each method, tokens dropped for nothing.
 
     Weights are random: speed does not depend on them. Every fused model is first checked against plain operations
     in float32. Contenders are timed in turn, round after round; medians are given.

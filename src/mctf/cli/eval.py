@@ -41,6 +41,7 @@ Examples:
   mctf eval deit_small_patch16_224 --data photos.zip -r 8,16,fast --limit 500
   mctf eval deit_tiny_patch16_224 --data val.zip --weights tiny.safetensors \\
       --classes classes.tsv -r 0,16 --method mctf,tome --json
+  torchrun --nproc-per-node 8 -m mctf eval deit_base_patch16_224 --data imagenet/val
 """,
 )
 @click.argument("model")
@@ -62,14 +63,17 @@ Examples:
 @click.option("--output", type=_FILE, help="Write the JSON object into this file as well.")
 @json_option
 def command(output: Path | None, as_json: bool, **options: Any) -> None:
-    """Top-1, top-5, fidelity to the unfused model, images/s and GFLOPs of the timm model MODEL.
+    """Top-1, top-5, fidelity to the unfused model, images/s and GFLOPs of MODEL: a timm name, or hf:NAME.
 
     Agreement, KL and class-token cosine compare with the unfused model and need no labels. Mean, std, crop and
-    interpolation are the model's own. Every batch runs through all settings in turn.
+    interpolation are the model's own. Every batch runs through all settings in turn. Under torchrun the processes
+    share the images, each of which counts once.
     """
     if output is not None:
         check_writable(output)
     facts, rows = _evaluate(**options)
+    if facts is None:  # another process speaks for all
+        return
     text = json.dumps(facts | {"rows": [asdict(row) for row in rows]}, indent=2)
     if output is not None:
         write_text(output, text + "\n")
@@ -100,8 +104,8 @@ def _evaluate(
     dtype: str,
     threads: int | None,
     progress: bool | None,
-) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """What the JSON object says beside its rows, and the rows."""
+) -> tuple[dict[str, Any] | None, tuple[Any, ...]]:
+    """What the JSON object says beside its rows, and the rows; None for it in all processes but the first."""
     settings = _settings(methods, reductions, parse_blocks(blocks))
     size = parse_image_size(image_size)
 
@@ -110,24 +114,32 @@ def _evaluate(
     from ..analysis.environment import describe_device, pick_device, versions
     from ..analysis.evaluate import evaluate
     from ..data import Batches, Preprocessing, find_images, find_labels
+    from ..data.shares import share
     from ..models.loading import load_model
+    from ..processes import joined
 
     if threads is not None:
         torch.set_num_threads(threads)
     images = find_images(data)
     images = images if limit is None else images.spaced(limit)
-    device = pick_device(device_name)
-    loaded: Any = load_model(model, weights=weights, image_size=size).to(device, getattr(torch, dtype))
-    labels = find_labels(images, num_classes=loaded.num_classes, table=classes)
-    preprocessing = Preprocessing.of(loaded, crop_pct=crop_pct)
-    batches = Batches(
-        images, labels, preprocessing.transform(), batch_size=batch_size, workers=_workers(workers, device)
-    )
-    try:
-        with progress_bar("batches", len(batches), wanted=progress) as tick:
-            result = evaluate(loaded, ticking(batches, tick), settings)
-    except torch.OutOfMemoryError:
-        raise MctfError(f"{device} has too little memory for batches of {batch_size}: lower --batch-size") from None
+    with joined(pick_device(device_name)) as processes:
+        device = processes.device
+        loaded: Any = load_model(model, weights=weights, image_size=size).to(device, getattr(torch, dtype))
+        labels = find_labels(images, num_classes=loaded.num_classes, table=classes)
+        preprocessing = Preprocessing.of(loaded, crop_pct=crop_pct)
+        batches = Batches(
+            *share(images, labels, processes),
+            preprocessing.transform(),
+            batch_size=batch_size,
+            workers=_workers(workers, device),
+        )
+        try:
+            with progress_bar("batches", len(batches), wanted=progress if processes.first else False) as tick:
+                result = evaluate(loaded, ticking(batches, tick), settings)
+        except torch.OutOfMemoryError:
+            raise MctfError(f"{device} has too little memory for batches of {batch_size}: lower --batch-size") from None
+    if not processes.first:
+        return None, ()
     facts = {
         "model": model,
         "weights": None if weights is None else str(weights),
@@ -135,6 +147,7 @@ def _evaluate(
         "images": result.images,
         "preprocessing": asdict(preprocessing),
         "device": describe_device(device),
+        "processes": processes.world,
         "dtype": dtype,
         "batch_size": batch_size,
         "versions": versions(),

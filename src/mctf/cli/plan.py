@@ -22,6 +22,7 @@ Examples:
   mctf plan deit_small_patch16_224
   mctf plan deit_small_patch16_224 -r fast
   mctf plan vit_base_patch16_siglip_384 -r 0.1 --method tome --json
+  mctf plan hf:facebook/dinov2-base -r 16
 """,
 )
 @click.argument("model")
@@ -31,7 +32,10 @@ Examples:
 @image_size_option
 @json_option
 def command(model: str, reduction: str, method: str, blocks: str | None, image_size: str | None, as_json: bool) -> None:
-    """Token counts and GFLOPs of the timm model MODEL, block by block, without running it."""
+    """Token counts and GFLOPs of MODEL, block by block, without running it.
+
+    MODEL is a name of timm's, or hf: and a name or a saved directory of transformers'.
+    """
     from ..analysis.plan import plan
 
     result = plan(

@@ -1,9 +1,14 @@
 """A progress bar on stderr, where that is a terminal or the user wants one; elsewhere nothing."""
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from ..train.logs import Record
 
 Item = TypeVar("Item")
 
@@ -30,3 +35,52 @@ def ticking(items: Iterable[Item], tick: Callable[[], None]) -> Iterator[Item]:
     for item in items:
         yield item
         tick()
+
+
+@contextmanager
+def steps_bar(
+    total: int,
+    *,
+    done: int,
+    images: int,
+    wanted: bool | None = None,
+    lines: Callable[[str], None] | None = None,
+) -> Iterator[Callable[[int, "Record | None"], None]]:
+    """Gives a function to call after each step of training, with the line of the log if there is one.
+
+    done: steps before this run. images: of one step, for images/s. lines: prints lines of the log where no bar is.
+    """
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        start = time.monotonic()
+
+        def show(step: int, record: "Record | None") -> None:
+            if lines is not None and record is not None:
+                left = (time.monotonic() - start) / max(1, step - done) * (total - step)
+                lines(f"step {step} of {total}: {_words(record)}, {timedelta(seconds=round(left))} left")
+
+        yield show
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True, force_terminal=wanted or None), transient=True) as bar:
+        task = bar.add_task("", total=total, completed=done, speed="")
+
+        def advance(step: int, record: "Record | None") -> None:
+            speed = bar.tasks[0].speed
+            bar.update(task, completed=step, speed="" if speed is None else f"{speed * images:,.0f} images/s")
+            if record is not None:
+                bar.update(task, description=f"loss {record.total:.3f}")
+
+        yield advance
+
+
+def _words(record: "Record") -> str:
+    return f"loss {record.total:.3f}, {record.images_per_second:,.0f} images/s"

@@ -30,7 +30,7 @@ Examples:
 """,
 )
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="IMAGE…")
-@click.option("--model", required=True, help="A timm model, as in deit_small_patch16_224.")
+@click.option("--model", required=True, help="A timm model, as in deit_small_patch16_224, or hf:NAME.")
 @click.option("--weights", type=click.Path(path_type=Path), help="Weights file; timm's pretrained ones by default.")
 @click.option("--random-weights", is_flag=True, help="Run without trained weights.")
 @click.option("-r", "reduction", default="16", show_default=True, help="Tokens to fuse a block: 16, 0.35 or fast.")

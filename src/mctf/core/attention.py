@@ -76,8 +76,7 @@ def informativeness(
     """
     if rows == "class":
         q, bias = q[:, :, :1], None if bias is None else bias[..., :1, :]
-    pieces = [_received(full_map, rows) for full_map in _map_pieces(q, k, sizes, scale, bias)]
-    return torch.cat(pieces)
+    return torch.cat([received(full_map, rows) for full_map in _map_pieces(q, k, sizes, scale, bias)])
 
 
 def attend_and_look(
@@ -98,31 +97,35 @@ def attend_and_look(
     if dropout or (torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)):
         context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout, bias=bias)
         return context, informativeness(q, k, sizes=sizes, scale=scale, rows=rows, bias=bias)
-    contexts, received = [], []
+    contexts, looks = [], []
     done = 0
     for full_map in _map_pieces(q, k, sizes, scale, bias):
         values = v[done : done + full_map.shape[0]]
         contexts.append((full_map.to(v.dtype) @ values).transpose(1, 2).flatten(2))
-        received.append(_received(full_map, rows))
+        looks.append(received(full_map, rows))
         done += full_map.shape[0]  # not len(): it would fix the batch of an exported model
-    return torch.cat(contexts), torch.cat(received)
+    return torch.cat(contexts), torch.cat(looks)
 
 
 def _map_pieces(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float, bias: Tensor | None) -> Iterator[Tensor]:
     """The attention map, some images at a time."""
-    in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    images = max(1, (_CPU_PIECE if in_cache else _PIECE) // (q.shape[1] * q.shape[2] * k.shape[2]))
-    if images >= q.shape[0]:  # without a loop, whose length an exported model could not vary
-        yield attention_map(q, k, sizes=sizes, scale=scale, bias=bias)
-        return
-    for i in range(0, q.shape[0], images):
-        part = slice(i, i + images)
+    for part in pieces_of(q, k):
         own_sizes = None if sizes is None else sizes[part]
-        own_bias = bias if bias is None or bias.dim() == 3 or len(bias) == 1 else bias[part]
+        own_bias = bias if bias is None or bias.dim() == 3 or bias.shape[0] == 1 else bias[part]
         yield attention_map(q[part], k[part], sizes=own_sizes, scale=scale, bias=own_bias)
 
 
-def _received(full_map: Tensor, rows: str) -> Tensor:
+def pieces_of(q: Tensor, k: Tensor) -> list[slice]:
+    """Slices of the batch whose attention maps may be held at once."""
+    in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    images = max(1, (_CPU_PIECE if in_cache else _PIECE) // (q.shape[1] * q.shape[2] * k.shape[2]))
+    if images >= q.shape[0]:  # without a loop, whose length an exported model could not vary
+        return [slice(None)]
+    return [slice(i, i + images) for i in range(0, q.shape[0], images)]
+
+
+def received(full_map: Tensor, rows: str) -> Tensor:
+    """Mean over heads of the rows of a map, B H N N -> B N; see `informativeness`."""
     if rows == "class":
         return full_map[:, :, 0].mean(dim=1)
     mean = full_map.mean(dim=(1, 2))

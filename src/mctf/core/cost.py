@@ -28,6 +28,8 @@ class BlockShape:
     mlp: multiply-adds of the MLP. norms: elements of one pre- or post-norm that fvcore prices, usually C.
     norm_first: whether the norms precede attention and MLP. head_norms: elements of the q and k norms together.
     context: extra multiply-adds on attention's output before its projection (norm, gate).
+    shared: how many query heads read the same keys and values. mixing: extra multiply-adds for each pair of tokens
+    while the attention map is made (heads that talk to each other).
     """
 
     channels: int
@@ -38,20 +40,26 @@ class BlockShape:
     norm_first: bool = True
     head_norms: int = 0
     context: int = 0
+    shared: int = 1
+    mixing: int = 0
 
     def projection(self) -> int:
-        """One of q, k, v or the output projection, for one token."""
+        """One of q and the output projection, for one token; k and v cost as much unless heads share them."""
         return self.channels * self.attention
 
     def queries_keys(self, tokens: int) -> int:
-        return tokens * (2 * self.projection() + NORM * self.head_norms)
+        return tokens * (self.projection() + self.projection() // self.shared + NORM * self.head_norms)
 
     def values(self, tokens: int) -> int:
-        return tokens * self.projection()
+        return tokens * self.projection() // self.shared
 
     def product(self, rows: int, columns: int) -> int:
-        """One of q kT or A v over all heads."""
+        """A v over all heads."""
         return rows * columns * self.attention
+
+    def map(self, rows: int, columns: int) -> int:
+        """The attention A itself: q kT over all heads, and what else it takes."""
+        return self.product(rows, columns) + rows * columns * self.mixing
 
     def finish_context(self, tokens: int) -> int:
         return tokens * self.context
@@ -69,7 +77,8 @@ class BlockShape:
 
     def attention_branch(self, tokens: int) -> int:
         reading = self.norm(tokens) + self.queries_keys(tokens) + self.values(tokens)
-        return reading + 2 * self.product(tokens, tokens) + self.finish_context(tokens) + self.project(tokens)
+        attending = self.map(tokens, tokens) + self.product(tokens, tokens)
+        return reading + attending + self.finish_context(tokens) + self.project(tokens)
 
     def plain(self, tokens: int) -> int:
         """The whole block without fusion."""

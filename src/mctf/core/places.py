@@ -53,5 +53,10 @@ def first_places(assignment: Assignment, weights: Tensor | None) -> Places:
     return Places(assignment, None if weights is None else _shares(assignment, weights))
 
 
+def places_after(before: Places | None, assignment: Assignment, weights: Tensor | None) -> Places:
+    """The places after one more fusion; None before while nothing was fused."""
+    return first_places(assignment, weights) if before is None else before.then(assignment, weights)
+
+
 def _shares(assignment: Assignment, weights: Tensor) -> Tensor:
     return weights / assignment.spread(assignment.total(weights))

@@ -1,8 +1,20 @@
-"""Images from folders and zip files, their labels, and the preprocessing a model asks for."""
+"""Images from folders, zip files and hubs, their labels, the preprocessing a model asks for, and training batches."""
 
 from .batches import Batch, Batches
 from .classes import Labels, find_labels
 from .files import ImageFiles, find_images
 from .preprocessing import Preprocessing
+from .training import Feed, FeedOptions, make_feed
 
-__all__ = ["Batch", "Batches", "ImageFiles", "Labels", "Preprocessing", "find_images", "find_labels"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "Feed",
+    "FeedOptions",
+    "ImageFiles",
+    "Labels",
+    "Preprocessing",
+    "find_images",
+    "find_labels",
+    "make_feed",
+]

@@ -1,8 +1,11 @@
 """The class index of every image, from the name of the folder it lies in."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from ..errors import MctfError
 from .files import ImageFiles
@@ -48,7 +51,30 @@ def find_labels(images: ImageFiles, *, num_classes: int, table: Path | None = No
     return Labels(None, (note,))
 
 
-def read_classes(path: Path, *, num_classes: int) -> dict[str, int]:
+def number_classes(
+    names: Sequence[str], *, place: str, table: Path | None = None, order: Sequence[str] | None = None
+) -> tuple[Tensor, int]:
+    """Labels to train on (int64, one a name) and the number of classes, each of which has images.
+
+    names: the class of every image. table: as for `find_labels`. order: all classes by index; without it and
+    without a table, they are numbered by name. Raises MctfError where a class has no images or no index.
+    """
+    known = read_classes(table) if table else {name: index for index, name in enumerate(order or sorted(set(names)))}
+    absent = sorted(set(known) - set(names))
+    if absent:
+        raise MctfError(
+            f"{place} holds no images of class {absent[0]!r} ({len(absent)} of {len(known)} classes have none): "
+            f"add them, or remove the class from {table or 'the dataset'}"
+        )
+    indices = _look_up(names, known, place, table)
+    classes = max(known.values()) + 1
+    unnamed = sorted(set(range(classes)) - set(known.values()))
+    if unnamed:
+        raise MctfError(f"{table} gives no folder for class {unnamed[0]}: number the classes from 0 without gaps")
+    return torch.tensor(indices), classes
+
+
+def read_classes(path: Path, *, num_classes: int | None = None) -> dict[str, int]:
     """Class index by folder name, from a TSV file; raises MctfError where it is malformed or of another model."""
     if not path.is_file():
         raise MctfError(f"there is no class table {path}: expected lines of index, folder and name between tabs")
@@ -63,7 +89,7 @@ def read_classes(path: Path, *, num_classes: int) -> dict[str, int]:
         index, folder = _read_line(line, f"line {number} of {path}")
         if folder in known:
             raise MctfError(f"line {number} of {path} names {folder!r} again: give every folder one line")
-        if index >= num_classes:
+        if num_classes is not None and index >= num_classes:
             raise MctfError(f"{path} has class {index}, but the model has {num_classes} classes: use the model's table")
         known[folder] = index
     if not known:
@@ -78,7 +104,7 @@ def _read_line(line: str, place: str) -> tuple[int, str]:
     return int(fields[0]), fields[1]
 
 
-def _look_up(folders: Iterable[str], known: dict[str, int], place: Path, table: Path | None) -> tuple[int, ...]:
+def _look_up(folders: Iterable[str], known: dict[str, int], place: object, table: Path | None) -> tuple[int, ...]:
     indices = []
     for folder in folders:
         if folder not in known:

@@ -12,12 +12,14 @@ from PIL import Image, UnidentifiedImageError
 from ..errors import MctfError
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_ZIP_BEGINS = b"PK\x03\x04"
 
 
 class Store(Protocol):
-    """Files by name, names having "/" between folders."""
+    """Files by name, names having "/" between folders. `folders` are the outermost ones, empty ones too."""
 
     def members(self) -> list[str]: ...
+    def folders(self) -> list[str]: ...
     def read(self, name: str) -> bytes: ...
 
 
@@ -81,8 +83,11 @@ def find_images(path: Path) -> ImageFiles:
 def _is_image(name: str) -> bool:
     """By the suffix, leaving out the hidden twins that some systems put beside files."""
     parts = name.split("/")
-    hidden = parts[0] == "__MACOSX" or any(part.startswith(".") for part in parts)
-    return not hidden and name.lower().endswith(SUFFIXES)
+    return not any(_is_hidden(part) for part in parts) and name.lower().endswith(SUFFIXES)
+
+
+def _is_hidden(part: str) -> bool:
+    return part == "__MACOSX" or part.startswith(".")
 
 
 def _open_store(path: Path) -> Store:
@@ -92,7 +97,17 @@ def _open_store(path: Path) -> Store:
         return Folder(path)
     if zipfile.is_zipfile(path):
         return Archive(path)
+    if _begins_as_zip(path):
+        raise MctfError(f"{path} is a zip file without its end: it was cut off, so fetch it again")
     raise MctfError(f"{path} is neither a folder nor a readable zip file: give one of these, with images in it")
+
+
+def _begins_as_zip(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_ZIP_BEGINS)) == _ZIP_BEGINS
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,9 @@ class Folder:
             for parent, _, files in os.walk(self.path, followlinks=True)
             for file in files
         ]
+
+    def folders(self) -> list[str]:
+        return [entry.name for entry in self.path.iterdir() if entry.is_dir() and not _is_hidden(entry.name)]
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
@@ -125,6 +143,10 @@ class Archive:
 
     def members(self) -> list[str]:
         return [name for name in self._archive().namelist() if not name.endswith("/")]
+
+    def folders(self) -> list[str]:
+        outermost = {name.split("/", 1)[0] for name in self._archive().namelist() if "/" in name}
+        return [name for name in outermost if not _is_hidden(name)]
 
     def read(self, name: str) -> bytes:
         return self._archive().read(name)

@@ -69,8 +69,11 @@ class BlockOps(Protocol):
 
 def run_unfused(block: BlockOps, x: Tensor, sizes: Tensor | None) -> Tensor:
     """A block on the tokens as they are, its attention proportional to `sizes` (B N) where they are given."""
-    if sizes is None:
-        return block.plain(x)
+    return block.plain(x) if sizes is None else run_pieces(block, x, sizes)
+
+
+def run_pieces(block: BlockOps, x: Tensor, sizes: Tensor | None) -> Tensor:
+    """`run_unfused` by the pieces of the block: a block itself may take its tokens for places."""
     h = block.norm1(x)
     q, k, v = block.queries_keys_values(h)
     context = block.attend(q, k, v, sizes=sizes)

@@ -172,9 +172,9 @@ class MCTF:
         paper_match = split_product(tokens, shape.channels)
         run_match = unprotected_product(tokens, protected, shape.channels)
         reading = shape.norm(tokens) + shape.queries_keys(tokens)
-        full = shape.product(tokens, tokens)
+        full = shape.map(tokens, tokens)
         # before attending, the plain implementation looks at the map, or at its first row, in a pass of its own
-        look = shape.product(1 if self.informativeness == "class" else tokens, tokens)
+        look = shape.map(1 if self.informativeness == "class" else tokens, tokens)
         if self.attention == "precise":
             rest = reading + shape.plain(left)
             return Cost(paper=rest + full + paper_match, run=rest + look + run_match)
@@ -183,12 +183,12 @@ class MCTF:
             return Cost(paper=rest + paper_match, run=rest + run_match)
         rest = reading + shape.project(left) + shape.mlp_branch(left)
         if self.attention == "exact":
-            rest += shape.values(tokens) + 2 * full + shape.finish_context(tokens)
+            rest += shape.values(tokens) + full + shape.product(tokens, tokens) + shape.finish_context(tokens)
             return Cost(paper=rest + paper_match, run=rest + run_match)
         rest += shape.norm(left) + shape.values(left) + shape.finish_context(left)
         # The paper multiplies the fused M x M map with the values, and so do we for the maximum; else we attend N x N.
         paper = full + shape.product(left, left)
-        run = paper if self.pooling == "max" else 2 * full
+        run = paper if self.pooling == "max" else full + shape.product(tokens, tokens)
         return Cost(paper=rest + paper_match + paper, run=rest + run_match + look + run)
 
 

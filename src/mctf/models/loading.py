@@ -1,5 +1,6 @@
 """From a name and perhaps a file to a model in evaluation mode."""
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +9,33 @@ from torch import Tensor, nn
 
 from ..errors import MctfError, did_you_mean
 from .pretrained import WeightsUnavailableError, pretrained_options
+from .registration import register
+
+# What checkpoints call the state_dict inside them; averaged weights first, as they are the ones that authors report.
+_WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
+
+
+def is_hf(name: str) -> bool:
+    """Whether a name is one of transformers: `hf:` and a directory, or a name on the model hub."""
+    return name.startswith("hf:")
 
 
 def check_name(name: str) -> None:
     """Raise MctfError with the nearest name unless timm knows this one."""
     import timm
 
+    register()
     if not timm.is_model(name):
         known = timm.list_models() + timm.list_pretrained()
         raise MctfError(f"timm has no model {name!r}: {did_you_mean(name, known)}")
 
 
 def create(name: str, *, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
-    """A timm model by name, for the given image size (height, width)."""
+    """A timm model by name, or one of transformers as `hf:NAME`, for the given image size (height, width)."""
+    if is_hf(name):
+        from .hf import create_hf
+
+        return create_hf(name, image_size=image_size, **options)
     import timm
 
     check_name(name)
@@ -33,17 +48,23 @@ def create(name: str, *, image_size: tuple[int, int] | None = None, **options: A
 
 
 def create_empty(name: str, *, image_size: tuple[int, int] | None = None) -> nn.Module:
-    """A timm model on the meta device: all of its shapes, none of its memory."""
+    """A model on the meta device: all of its shapes, none of its memory."""
     with torch.device("meta"):
         return create(name, image_size=image_size)
 
 
-def load_model(name: str, *, weights: Path | None = None, image_size: tuple[int, int] | None = None) -> nn.Module:
-    """A timm model with the weights of a file or, without one, with timm's pretrained weights."""
+def load_model(
+    name: str, *, weights: Path | None = None, image_size: tuple[int, int] | None = None, **options: Any
+) -> nn.Module:
+    """A model with the weights of a file or, without one, with its library's pretrained weights; options: timm's."""
+    if is_hf(name):
+        if weights is not None:
+            raise MctfError(f"{name} brings its own weights: leave out --weights, or name another directory")
+        return create(name, image_size=image_size, pretrained=True, **options)
     if weights is not None:
-        return _load_file(name, weights, image_size)
+        return _load_file(name, weights, image_size, options)
     try:
-        return create(name, image_size=image_size, **pretrained_options(name))
+        return create(name, image_size=image_size, **pretrained_options(name), **options)
     except MctfError:
         raise
     except Exception as failure:  # network, hub and cache errors share no base class
@@ -53,10 +74,12 @@ def load_model(name: str, *, weights: Path | None = None, image_size: tuple[int,
         ) from None
 
 
-def _load_file(name: str, path: Path, image_size: tuple[int, int] | None) -> nn.Module:
+def _load_file(name: str, path: Path, image_size: tuple[int, int] | None, options: dict[str, Any]) -> nn.Module:
     """A model with as many classes as the file has, its positions resampled for another image size."""
     state = read_state_dict(path)
-    model: Any = create(name)
+    model: Any = create(name, **options)
+    if image_size is not None and _positions_differ(state, model):
+        model = create(name, image_size=image_size, **options)
     classes = _classes_of(state, model)
     if classes not in (None, model.num_classes):
         model.reset_classifier(classes)
@@ -66,6 +89,12 @@ def _load_file(name: str, path: Path, image_size: tuple[int, int] | None) -> nn.
             raise MctfError(f"{name} has no image size to set: leave out --image-size")
         model.set_input_size(img_size=image_size)
     return model
+
+
+def _positions_differ(state: dict[str, Tensor], model: nn.Module) -> bool:
+    """Whether a file was made for another image size than the model."""
+    theirs, own = state.get("pos_embed"), model.state_dict().get("pos_embed")
+    return theirs is not None and own is not None and theirs.shape != own.shape
 
 
 def _classes_of(state: dict[str, Tensor], model: nn.Module) -> int | None:
@@ -103,13 +132,21 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
             loaded: Any = load_file(path)
         else:
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            # trainers store their arguments beside the weights; a Namespace is data, reading it runs nothing
+            with torch.serialization.safe_globals([Namespace]):
+                loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as failure:  # damaged files raise whatever the reader trips over
         reason = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
         raise MctfError(f"{path} cannot be read as weights ({reason}): fetch it again") from None
-    for wrapper in ("model", "state_dict"):
-        if isinstance(loaded, dict) and isinstance(loaded.get(wrapper), dict):
-            loaded = loaded[wrapper]
+    loaded = _unwrapped(loaded)
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise MctfError(f"{path} holds no state_dict: expected tensors by name")
     return {key.removeprefix("module."): value for key, value in loaded.items()}
+
+
+def _unwrapped(loaded: Any) -> Any:
+    """What lies inside the wrappers that trainers put around a state_dict."""
+    for _ in _WRAPPERS:  # one inside the other, but no endless nesting
+        inner = [loaded[name] for name in _WRAPPERS if isinstance(loaded, dict) and isinstance(loaded.get(name), dict)]
+        loaded = inner[0] if inner else loaded
+    return loaded

@@ -1,0 +1,165 @@
+"""Vision towers of transformers: ViT, DeiT, BEiT, DINOv2, DINOv3, CLIP, SigLIP and ViTMAE encoders.
+
+A model of transformers iterates over its layers and reads every token afterwards, so tokens are spread back for it.
+The tower is fused inside whatever model holds it; text towers, heads and decoders stay as they are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ..core.places import Places
+from ..errors import MctfError
+from ..kernels.patches import PatchProduct, is_patch_convolution
+from ..stack import FusedStack
+from .base import Architecture
+from .hf_calls import BoundLayer, CallCheck, LayerForward, RefusedSaving, parameter_names, refuse_saving_around
+from .hf_cost import architecture
+from .hf_layers import check_layer
+from .hf_ops import BiasedLayerOps, LayerOps, PlacedLayerOps, RotaryLayerOps
+from .hf_towers import container_name, find_tower
+
+_OPS: dict[str, type[LayerOps]] = {"DINOv3ViTLayer": RotaryLayerOps, "BeitLayer": BiasedLayerOps}
+_HARMLESS = frozenset(["output_hidden_states", "return_dict", "use_cache"])  # say nothing about tokens
+_NOT_AROUND = ("output_attentions",)  # a model around the tower may take the mask of a text
+_NOT_IN_TOWER = ("output_attentions", "attention_mask", "head_mask")
+
+
+@dataclass(eq=False)
+class HFVision:
+    """One vision tower, alone or inside a larger model.
+
+    model: what was fused. tower: the part of it that embeds images and runs the layers; name: its name in there.
+    layer: the class of its layers; layer_arguments: names of what they take beside the tokens.
+    """
+
+    model: nn.Module
+    tower: Any
+    name: str
+    layer: type[nn.Module]
+    layer_arguments: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "HFVision":
+        """The host of this model; refuses what it would get wrong."""
+        name, tower = find_tower(model)
+        layers = tower.get_submodule(container_name(tower))
+        for index, layer in layers.named_children():
+            check_layer(".".join(filter(None, (name, container_name(tower), index))), layer)
+        kind = type(layers[0])
+        return cls(model, tower, name, kind, parameter_names(kind.forward)[2:])
+
+    @property
+    def container(self) -> nn.Module:
+        return self.tower.get_submodule(container_name(self.tower))
+
+    def install(self, stack: FusedStack) -> None:
+        """Put the fused stack in the place of the layers and have the layers hand their calls to it."""
+        self._replace_container(stack)
+        stack.bound_block = BoundLayer
+        stack.register_state_dict_pre_hook(refuse_saving_around)
+        for layer in stack.children():
+            layer.forward = LayerForward(layer, in_tuple=self.in_tuple)
+        for part in self._models():
+            CallCheck.hang_on(part, refused=_NOT_IN_TOWER if part is self.tower else _NOT_AROUND)
+            for name in filter(partial(hasattr, part), RefusedSaving.names):
+                setattr(part, name, RefusedSaving())
+        for owner, name, projection in self._projections():
+            if is_patch_convolution(projection):
+                setattr(owner, name, PatchProduct.of(projection, stack.fuses))
+
+    def uninstall(self, stack: FusedStack) -> None:
+        """Undo `install`."""
+        self._replace_container(stack.restored())
+        for layer in stack.children():
+            vars(layer).pop("forward", None)
+        for part in self._models():
+            CallCheck.take_off(part)
+            for name in RefusedSaving.names:
+                vars(part).pop(name, None)
+        for owner, name, projection in self._projections():
+            if isinstance(projection, PatchProduct):
+                setattr(owner, name, projection.restored())
+
+    def _replace_container(self, container: nn.Module) -> None:
+        owner, _, name = container_name(self.tower).rpartition(".")
+        setattr(self.tower.get_submodule(owner), name, container)
+
+    def _models(self) -> list[Any]:
+        """The tower and the models that hold it, up to the one that was fused: transformers gives each a config."""
+        names = self.name.split(".") if self.name else []
+        line = [self.model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
+        return [part for part in line if hasattr(part, "config")]
+
+    def _projections(self) -> list[tuple[nn.Module, str, nn.Conv2d]]:
+        """The convolutions that embed patches, each with its owner and its name there."""
+        return [
+            (owner, name, part)
+            for owner in self.tower.embeddings.modules()
+            for name, part in owner.named_children()
+            if isinstance(part, nn.Conv2d)
+        ]
+
+    @property
+    def in_tuple(self) -> bool:
+        """Whether this version's layers return a tuple: those that can return their attention do."""
+        return "output_attentions" in self.layer_arguments
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        prepared = getattr(self.model, "pretrained_cfg", {}).get("input_size")
+        if prepared is not None:  # DINOv2 was made for larger images than its users prepare
+            return prepared[1], prepared[2]
+        config = self.tower.config
+        size = getattr(config, "image_size", None)
+        if size is None:  # SigLIP 2 takes patches of any grid; its positions are those of a square one
+            size = int(config.num_patches**0.5) * config.patch_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return height, width
+
+    @property
+    def depth(self) -> int:
+        return len(self.container)  # type: ignore[arg-type]
+
+    @property
+    def class_token(self) -> bool:
+        return any(hasattr(self.tower.embeddings, name) for name in ("cls_token", "class_embedding"))
+
+    @property
+    def protected(self) -> int:
+        embeddings = self.tower.embeddings
+        registers = getattr(embeddings, "register_tokens", None)
+        more = int(hasattr(embeddings, "distillation_token")) + (0 if registers is None else registers.shape[1])
+        return int(self.class_token) + more
+
+    @property
+    def reads_every_token(self) -> bool:
+        return True
+
+    @property
+    def carries_places(self) -> bool:
+        return issubclass(self._ops, PlacedLayerOps)
+
+    @property
+    def _ops(self) -> type[LayerOps]:
+        return _OPS.get(self.layer.__name__, LayerOps)
+
+    def arguments(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        """What transformers calls a layer with, by name."""
+        given = dict(zip(self.layer_arguments, args, strict=False)) | kwargs
+        for name, value in given.items():
+            if value is not None and value is not False and name not in _HARMLESS | self._ops.follows:
+                raise MctfError(
+                    f"a fused model takes no {name}, as it speaks of tokens that may have been fused: "
+                    "leave it out, or run mctf.unfuse(model)"
+                )
+        return given
+
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> LayerOps:
+        return self._ops(block, arguments, places, prefix=self.protected)
+
+    def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
+        return architecture(self, image_size or self.image_size)

@@ -1,0 +1,131 @@
+"""timm's Eva: EVA, EVA-02, DINOv3, the Perception Encoder, RoPE-ViT and others with rotary positions.
+
+Each block turns queries and keys by a table of sines and cosines of their tokens' places. A fused token takes the
+mean of the rows of its places: the turned query is linear in them.
+
+Axes: B images, H heads, N tokens, P patches among them, M tokens after fusion, d channels a head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from timm.layers import AttentionRope, apply_rot_embed_cat
+from timm.models.eva import EvaAttention, EvaBlock, EvaBlockPostNorm
+from torch import Tensor, nn
+
+from ..core.assignment import Assignment
+from ..core.cost import NORM, BlockShape
+from ..core.places import Places, places_after
+from .base import refuse_arguments
+from .common import macs_per_token
+from .timm_base import TimmHost
+from .timm_ops import GammaScaled, PostNorm, TimmOps, block_shape
+
+_ATTENTION = (EvaAttention, AttentionRope)
+BLOCKS: Mapping[type[nn.Module], tuple[type[nn.Module], ...]] = {EvaBlock: _ATTENTION, EvaBlockPostNorm: _ATTENTION}
+
+
+class TimmEva(TimmHost):
+    """One Eva model."""
+
+    known: ClassVar = BLOCKS
+
+    @property
+    def carries_places(self) -> bool:
+        return self.model.rope is not None
+
+    def arguments(self, rope: Tensor | None = None, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        refuse_arguments(*args, **kwargs)
+        return {"rope": rope}
+
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> TimmOps:
+        return eva_ops(block, arguments["rope"], places)
+
+    def block_shape(self, block: Any) -> BlockShape:
+        return eva_shape(block)
+
+
+class EvaOps(GammaScaled):
+    """The pieces of an EvaBlock on tokens at these places; rope: the table of every patch, … P 2d, or None."""
+
+    def __init__(self, block: Any, rope: Tensor | None, places: Places | None) -> None:
+        super().__init__(block)
+        self.every_rope = rope
+        self.places = places
+        self.rope = rope if rope is None or places is None else _mean_rows(rope, places, block.attn.num_prefix_tokens)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self.block(x, rope=self.rope)
+
+    def fused(self, assignment: Assignment, weights: Tensor) -> Self:
+        return type(self)(self.block, self.every_rope, places_after(self.places, assignment, weights))
+
+    def queries_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        attn = self.block.attn
+        if attn.qkv is not None:
+            return super().queries_keys(h)
+        q, k = self.split_heads(attn.q_proj(h)), self._split_shared(attn.k_proj(h))
+        return self._placed(attn.q_norm(q), q), self._repeated(self._placed(attn.k_norm(k), k), dim=1)
+
+    def values(self, h: Tensor) -> Tensor:
+        attn = self.block.attn
+        if attn.qkv is not None:
+            return super().values(h)
+        return self._repeated(self._split_shared(attn.v_proj(h)), dim=1).transpose(1, 2).flatten(2)
+
+    def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.block.attn.qkv is not None:
+            return super().queries_keys_values(h)
+        return *self.queries_keys(h), self.split_heads(self.values(h))
+
+    def _split_shared(self, flat: Tensor) -> Tensor:
+        """Keys or values, of which several query heads may share one: B N (h d) -> B h N d."""
+        attn = self.block.attn
+        return flat.unflatten(2, (-1, attn.proj.in_features // attn.num_heads)).transpose(1, 2)
+
+    def _repeated(self, x: Tensor, *, dim: int) -> Tensor:
+        """A head for every query head again."""
+        shared = _query_heads_a_key(self.block.attn)
+        return x if shared == 1 else x.repeat_interleave(shared, dim=dim)
+
+    def _placed(self, x: Tensor, like: Tensor) -> Tensor:
+        if self.rope is None:
+            return x
+        attn = self.block.attn
+        prefix, patches = x[:, :, : attn.num_prefix_tokens], x[:, :, attn.num_prefix_tokens :]
+        turned = apply_rot_embed_cat(patches, self.rope, half=attn.rotate_half)
+        return torch.cat([prefix, turned], dim=2).to(like.dtype)
+
+
+class EvaPostNormOps(PostNorm, EvaOps):
+    """The pieces of an EvaBlockPostNorm."""
+
+
+def eva_ops(block: nn.Module, rope: Tensor | None, places: Places | None) -> TimmOps:
+    """The pieces of one of BLOCKS."""
+    kind = EvaPostNormOps if isinstance(block, EvaBlockPostNorm) else EvaOps
+    return kind(block, rope, places)
+
+
+def eva_shape(block: Any) -> BlockShape:
+    attn = block.attn
+    shared = _query_heads_a_key(attn)
+    norms = macs_per_token(attn.q_norm) * attn.num_heads + macs_per_token(attn.k_norm) * attn.num_heads // shared
+    shape = block_shape(block, norm_first=not isinstance(block, EvaBlockPostNorm))
+    return replace(shape, shared=shared, head_norms=norms // NORM)
+
+
+def _query_heads_a_key(attn: Any) -> int:
+    return getattr(attn, "num_kv_groups", 1)
+
+
+def _mean_rows(rope: Tensor, places: Places, prefix: int) -> Tensor:
+    """A table's mean over the places of each token: P K, H P K or B H P K -> B H (M - prefix) K, with H or 1."""
+    while rope.dim() < 4:
+        rope = rope[None]
+    heads = rope.shape[1]
+    rows = F.pad(rope.transpose(1, 2).flatten(2), (0, 0, prefix, 0))  # prefix tokens have places, but no rows
+    return places.mean(rows)[:, prefix:].unflatten(2, (heads, -1)).transpose(1, 2)

@@ -1,0 +1,59 @@
+"""timm's NaFlexVit on batches of images of one size; batches of several sizes need masks and are refused."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ..core.cost import BlockShape
+from ..core.places import Places
+from ..errors import MctfError
+from . import timm_eva, timm_vit
+from .base import refuse_arguments
+from .timm_base import TimmHost
+from .timm_ops import TimmOps
+
+
+class TimmNaFlex(TimmHost):
+    """One NaFlexVit, whose blocks are VisionTransformer's, or Eva's where it has rotary positions."""
+
+    known: ClassVar = {**timm_vit.BLOCKS, **timm_eva.BLOCKS}
+
+    @property
+    def embedding(self) -> Any:
+        return self.model.embeds
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """What the positions were made for; other sizes resample them."""
+        grid, (height, width) = self.embedding.pos_embed_grid_size or (14, 14), self.embedding.patch_size
+        return grid[0] * height, grid[1] * width
+
+    def _patches(self, embedded: Any) -> int:
+        tokens, _ = embedded
+        return tokens.shape[1] - self.protected
+
+    @property
+    def class_token(self) -> bool:
+        return self.model.has_class_token
+
+    @property
+    def carries_places(self) -> bool:
+        return self.model.rope is not None
+
+    def arguments(self, *args: Any, rope: Tensor | None = None, **kwargs: Any) -> Mapping[str, Any]:
+        if kwargs.pop("attn_mask", None) is not None:
+            raise MctfError(
+                "a fused NaFlexVit takes no attention mask, and padded patches need one: "
+                "give images of one size as one tensor, or run mctf.unfuse(model)"
+            )
+        refuse_arguments(*args, **kwargs)
+        return {"rope": rope}
+
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> TimmOps:
+        if type(block) in timm_eva.BLOCKS:
+            return timm_eva.eva_ops(block, arguments["rope"], places)
+        return timm_vit.vit_ops(block)
+
+    def block_shape(self, block: Any) -> BlockShape:
+        return timm_eva.eva_shape(block) if type(block) in timm_eva.BLOCKS else timm_vit.vit_shape(block)

@@ -1,0 +1,105 @@
+"""A model of transformers that takes images and gives one tensor, as the commands know it from timm's models."""
+
+import threading
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import MctfError
+from ..hosts.hf_towers import find_tower
+
+_HEADS = ("classifier", "cls_classifier")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model says of images, B K, and what its classifier has read, B C."""
+
+    logits: Tensor
+    pooled: Tensor
+
+
+class ImageModel(nn.Module):
+    """One model of transformers behind timm's names.
+
+    pretrained_cfg: how images are prepared, as timm records it. num_classes: 0 for a model without classifier.
+    """
+
+    main_input_name = "pixel_values"
+
+    def __init__(self, model: nn.Module, pretrained_cfg: dict[str, Any], *, num_classes: int) -> None:
+        super().__init__()
+        self.model = model
+        self.pretrained_cfg = pretrained_cfg
+        self.num_classes = num_classes
+        known = signature(type(model).forward).parameters
+        self._interpolates = "interpolate_pos_encoding" in known
+        self._shuffles = "noise" in known
+
+    @classmethod
+    def of(
+        cls, model: Any, preprocessing: dict[str, Any], *, image_size: tuple[int, int] | None = None
+    ) -> "ImageModel":
+        """The whole model where it classifies, else its vision tower; for images of the given size."""
+        _, tower = find_tower(model)
+        if not hasattr(tower.config, "image_size"):
+            raise MctfError(f"{type(model).__name__} takes patches, not images: fuse it with mctf.fuse(model)")
+        head = next((getattr(model, name) for name in _HEADS if hasattr(model, name)), None)
+        config = {"input_size": (3, *_pair(tower.config.image_size))} | preprocessing
+        config["architecture"] = type(model).__name__
+        if image_size is not None:
+            config["input_size"] = (3, *image_size)
+        classes = 0 if head is None else model.config.num_labels
+        return cls(tower if head is None else model, config, num_classes=classes)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Logits of a classifier, B K; else pooled features, B C."""
+        output = self.model(pixel_values=pixel_values, **self._options(pixel_values))
+        if self.num_classes:
+            return output.logits
+        pooled = getattr(output, "pooler_output", None)
+        return output.last_hidden_state[:, 0] if pooled is None else pooled
+
+    def forward_features(self, images: Tensor) -> Answer:
+        """All that `forward_head` can be asked for."""
+        heads: list[Any] = [getattr(self.model, name) for name in _HEADS if hasattr(self.model, name)]
+        if not heads:
+            pooled = self(images)
+            return Answer(pooled, pooled)
+        read: list[Tensor] = []
+        thread = threading.get_ident()
+
+        def note(head: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if threading.get_ident() == thread:
+                read.append(args[0])
+
+        handle = heads[0].register_forward_pre_hook(note)
+        try:
+            logits = self(images)
+        finally:
+            handle.remove()
+        return Answer(logits, read[0])
+
+    def forward_head(self, answer: Answer, pre_logits: bool = False) -> Tensor:
+        return answer.pooled if pre_logits else answer.logits
+
+    def _options(self, images: Tensor) -> dict[str, Any]:
+        """What this model has to be told about images of this size."""
+        config: Any = self.model.config
+        config = getattr(config, "vision_config", config)
+        height, width = images.shape[2:]
+        options: dict[str, Any] = {}
+        if self._interpolates and (height, width) != _pair(config.image_size):
+            options["interpolate_pos_encoding"] = True
+        if self._shuffles:  # ViTMAE orders patches by noise: rising numbers leave them as they are
+            patches = (height // config.patch_size) * (width // config.patch_size)
+            options["noise"] = torch.arange(patches, device=images.device).expand(len(images), -1)
+        return options
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """Height and width of an image size that may be one number."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

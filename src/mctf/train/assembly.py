@@ -1,0 +1,141 @@
+"""From a recipe to a run that is ready to go: model, images, teacher, optimiser, objective."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import nn
+
+from ..api import fuse, fused_stack
+from ..data import Feed, FeedOptions, Preprocessing, make_feed
+from ..errors import MctfError
+from ..models.loading import create, load_model
+from ..processes import Processes
+from .checkpoints import Checkpoints
+from .compiling import compile_blocks
+from .consistency import Consistency
+from .distillation import Distillation, Teacher
+from .engine import Trainer
+from .objective import Objective
+from .optimiser import Schedule, Steps, make_optimiser
+from .recipe import Recipe
+
+_MOST_WORKERS = 8
+
+OnDecoding = Callable[[int, int], None]
+
+
+def assemble(recipe: Recipe, processes: Processes, *, on_decoding: OnDecoding | None = None) -> Trainer:
+    """A run at its first step. on_decoding: told while images are decoded into memory, how many of how many."""
+    torch.manual_seed(recipe.seed)
+    model: Any = load_student(recipe)
+    preprocessing = Preprocessing.of(model)
+    feed = _feed(recipe, preprocessing, processes, on_decoding)
+    if model.num_classes != feed.classes:
+        model.reset_classifier(feed.classes)
+    return assemble_around(model, feed, recipe, processes, preprocessing=preprocessing)
+
+
+def assemble_around(
+    model: nn.Module, feed: Feed, recipe: Recipe, processes: Processes, *, preprocessing: Preprocessing | None = None
+) -> Trainer:
+    """The same for a plain model and a feed of one's own; preprocessing: of the feed's images, for a teacher."""
+    steps = Steps(feed.steps(), recipe.accumulate, recipe.all_epochs)
+    if steps.total == 0:
+        raise MctfError(f"{feed.images} images are too few for one step of this size: lower batch or accumulate")
+    model.to(processes.device)
+    if recipe.channels_last:
+        model.to(memory_format=torch.channels_last)
+    teacher = _teacher(recipe, preprocessing or Preprocessing.of(model), feed.classes, processes)
+    average = None if recipe.ema is None else ModelEmaV3(model, decay=recipe.ema, use_warmup=True)
+    optimiser = make_optimiser(model, recipe)
+    objective = _objective(recipe, model)
+    return Trainer(
+        recipe=recipe,
+        processes=processes,
+        feed=feed,
+        steps=steps,
+        model=model,
+        objective=objective,
+        optimiser=optimiser,
+        schedule=Schedule(optimiser, recipe, per_epoch=steps.per_epoch),
+        checkpoints=Checkpoints(recipe.output / "checkpoints", recipe.keep),
+        average=average,
+        teacher=teacher,
+    )
+
+
+def load_student(recipe: Recipe) -> nn.Module:
+    """The model to train; random weights follow from torch's seed."""
+    options = {"drop_path_rate": recipe.drop_path} if recipe.drop_path else {}
+    if recipe.random_weights:
+        return create(recipe.model, image_size=recipe.image_size, **options)
+    return load_model(recipe.model, weights=recipe.weights, image_size=recipe.image_size, **options)
+
+
+def _feed(recipe: Recipe, preprocessing: Preprocessing, processes: Processes, on_decoding: OnDecoding | None) -> Feed:
+    options = FeedOptions(
+        batch=recipe.batch,
+        image_size=preprocessing.image_size,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        interpolation=preprocessing.interpolation,
+        seed=recipe.seed,
+        augmentation=recipe.augmentation,  # type: ignore[arg-type]
+        colour_jitter=recipe.colour_jitter,
+        repeated=recipe.repeated,
+        workers=workers_of(recipe, processes),
+        in_memory=recipe.in_memory,  # type: ignore[arg-type]
+        on_corrupt=recipe.on_corrupt,  # type: ignore[arg-type]
+    )
+    return make_feed(
+        recipe.data,
+        options=options,
+        device=processes.device,
+        rank=processes.rank,
+        world=processes.world,
+        classes=recipe.classes,
+        progress=on_decoding if processes.first else None,
+    )
+
+
+def workers_of(recipe: Recipe, processes: Processes) -> int:
+    """As asked; else, beside a GPU, this process' part of the cores but one, and none beside a CPU that computes."""
+    if recipe.workers is not None:
+        return recipe.workers
+    if processes.device.type == "cpu":
+        return 0
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(_MOST_WORKERS, max(0, (os.cpu_count() or 1) // neighbours - 1))
+
+
+def _teacher(recipe: Recipe, seen_by: Preprocessing, classes: int, processes: Processes) -> Teacher | None:
+    if recipe.teacher is None:
+        return None
+    model = load_model(recipe.teacher, weights=recipe.teacher_weights).to(processes.device)
+    if recipe.compile:
+        model.compile()
+    return Teacher(model, seen_by=seen_by, classes=classes)
+
+
+def _objective(recipe: Recipe, model: nn.Module) -> Objective:
+    """Fuses the model, compiles its blocks, and says what it is trained for."""
+    consistency = extra = None
+    if recipe.fuses:
+        fuse(model, recipe.method, r=recipe.r, blocks=recipe.blocks, **recipe.method_options)
+        extra = getattr(fused_stack(model).method, "extra_loss", None)
+    if recipe.objective == "consistency":
+        consistency = Consistency(
+            weight=recipe.consistency,
+            confidence=recipe.confidence,
+            smoothing=recipe.smoothing,
+            up_to=recipe.lighter_r,
+        )
+    if recipe.compile:
+        compile_blocks(model)
+    distillation = None
+    if recipe.teacher is not None:
+        distillation = Distillation(weight=recipe.teaching, temperature=recipe.temperature)
+    return Objective(model, consistency=consistency, smoothing=recipe.smoothing, distillation=distillation, extra=extra)

@@ -1,0 +1,67 @@
+"""What a finished run leaves: weights for `mctf eval --weights`, and how good they are at several r."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import nn
+
+from ..analysis.evaluate import Evaluation, Setting, evaluate
+from ..api import unfuse
+from ..data import Batch, Batches, Preprocessing, find_images, find_labels
+from ..data.shares import share
+from ..processes import Processes
+from .assembly import workers_of
+from .checkpoints import write_whole
+from .engine import Trainer
+from .recipe import PLAIN, Recipe
+
+WEIGHTS = "model.safetensors"
+RAW_WEIGHTS = "model-raw.safetensors"  # those of the last step, where averaged ones are the result
+
+Watching = Callable[[Iterable[Batch], int], Iterable[Batch]]
+
+
+def finished_model(trainer: Trainer) -> nn.Module:
+    """The model that training leaves, plain and in evaluation mode: the averaged one if there is an average."""
+    if trainer.average is not None:
+        return trainer.average.module.eval()
+    return (unfuse(trainer.model) if trainer.recipe.fuses else trainer.model).eval()
+
+
+def write_weights(trainer: Trainer) -> Path:
+    """The weights of `finished_model` in a file; the raw ones beside them where these are averaged."""
+    path = trainer.recipe.output / WEIGHTS
+    facts = {"made_by": f"mctf finetune {trainer.recipe.model}, step {trainer.step}"}  # one: their order would vary
+    averaged = trainer.average is not None
+    write_whole(path, _packed(trainer.average.module if averaged else trainer.model, facts))  # type: ignore[union-attr]
+    if averaged:
+        write_whole(trainer.recipe.output / RAW_WEIGHTS, _packed(trainer.model, facts))
+    return path
+
+
+def _packed(model: nn.Module, facts: dict[str, str]) -> bytes:
+    tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    return save(tensors, facts)
+
+
+def evaluate_finished(
+    model: nn.Module, recipe: Recipe, processes: Processes, watching: Watching = lambda batches, total: batches
+) -> Evaluation | None:
+    """Accuracy, fidelity and speed on the validation images at the recipe's r; None without such images.
+
+    Every process evaluates its share. watching: goes through the batches, of which there are so many, for a bar.
+    """
+    if recipe.validation is None:
+        return None
+    made: Any = model
+    images = find_images(recipe.validation)
+    labels = find_labels(images, num_classes=made.num_classes, table=recipe.classes)
+    own_images, own_labels = share(images, labels, processes)
+    transform = Preprocessing.of(model).transform()
+    batches = Batches(own_images, own_labels, transform, batch_size=recipe.batch, workers=workers_of(recipe, processes))
+    method = "mctf" if recipe.method == PLAIN else recipe.method
+    options = tuple(recipe.method_options.items())
+    settings = [Setting(method, r, recipe.blocks, options) for r in recipe.evaluate_r]
+    return evaluate(model, watching(batches, len(batches)), settings)

@@ -1,0 +1,213 @@
+"""`mctf finetune` as people call it: alone and in two processes, killed and resumed, interrupted, refused."""
+
+import csv
+import json
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import timm
+from safetensors.torch import load_file, save_file
+
+from command_line import Command
+from mctf.train.logs import read_log
+from train.together import Running, run_together, run_torchrun, write_stripes
+
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("finetune")
+    write_stripes(place / "train", images=24, seed=0)
+    write_stripes(place / "val", images=5, seed=1)
+    return place
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capfd, "finetune")
+
+
+def arguments(place: Path, output: Path, *more: object, batch: int = 16) -> list[object]:
+    """Of a run of 30 steps with everything in it that could make a difference after a stop."""
+    tiny = ["test_vit", "--random-weights", "--image-size", 64, "-r", 2, "--batch", batch, "--device", "cpu"]
+    course = ["--epochs", 5, "--lr", 1e-3, "--drop-path", 0.1, "--ema", 0.9, "--augmentation", "weak"]
+    keeping = ["--data", place / "train", "--output", output, "--save-steps", 5, "--log-steps", 1]
+    return [*tiny, *course, *keeping, *more]
+
+
+def steps_logged(output: Path) -> int:
+    path = output / "log.csv"
+    return max(0, path.read_text().count("\n") - 1) if path.exists() else 0
+
+
+def result(output: Path) -> tuple[dict[str, bytes], list[list[str]]]:
+    """All weights as bytes, and the log but for its times."""
+    weights = {
+        f"{name} {key}": value.numpy().tobytes()
+        for name in ("model.safetensors", "model-raw.safetensors")
+        for key, value in load_file(output / name).items()
+    }
+    with (output / "log.csv").open(newline="") as file:
+        return weights, [row[:3] + row[4:] for row in csv.reader(file)]
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    """The same weights bit for bit, the same log line for line."""
+    assert result(found)[1] == result(expected)[1]
+    assert result(found)[0] == result(expected)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_stopped_at_any_step_and_resumed_it_ends_the_same(
+    place: Path, tmp_path: Path, run: Command, number: signal.Signals
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert run(*arguments(place, whole)).code == 0
+    running = Running(["finetune", *arguments(place, stopped)], folder=tmp_path)
+    step = random.SystemRandom().randrange(1, STEPS // 2)
+    running.wait_until(lambda: steps_logged(stopped) >= step)
+    running.send(number)
+    if number == signal.SIGTERM:
+        assert running.codes() == [128 + number]
+        assert f"to go on: mctf finetune --config {stopped}/recipe.toml --resume" in running.output()
+    else:
+        assert running.codes() == [-number]
+    outcome = run("--config", stopped / "recipe.toml", "--resume")
+    assert outcome.code == 0, outcome.err
+    assert_same(stopped, whole)
+
+
+@pytest.mark.slow
+def test_two_processes_interrupted_killed_and_resumed_end_the_same(place: Path, tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run_together(["finetune", *arguments(place, whole, batch=8)], world=2, folder=tmp_path)
+    again: list[object] = ["finetune", "--config", stopped / "recipe.toml", "--resume"]
+
+    running = Running(["finetune", *arguments(place, stopped, batch=8)], world=2, folder=tmp_path)
+    step = random.SystemRandom().randrange(1, STEPS // 3)
+    running.wait_until(lambda: steps_logged(stopped) >= step)
+    running.processes[1].send_signal(signal.SIGTERM)  # the other hears of it
+    assert running.codes() == [128 + signal.SIGTERM] * 2, running.output()
+    assert f"to go on: torchrun --nproc-per-node 2 -m mctf finetune --config {stopped}/recipe" in running.output()
+
+    running = Running(again, world=2, folder=tmp_path)
+    step = steps_logged(stopped) + random.SystemRandom().randrange(1, STEPS // 3)
+    running.wait_until(lambda: steps_logged(stopped) >= step)
+    running.send(signal.SIGKILL)
+    assert running.codes() == [-signal.SIGKILL] * 2
+    run_together(again, world=2, folder=tmp_path)
+    assert_same(stopped, whole)
+
+
+@pytest.mark.slow
+def test_two_processes_under_torchrun_learn(place: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    options = ["--epochs", 12, "--lr", 2e-3, "--augmentation", "none", "--ema", 0.8, "--log-steps", 8]
+    options += ["--validation", place / "val", "--evaluate-r", "0,2"]
+    done = run_torchrun(["finetune", *arguments(place, output, *options, batch=8)], world=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("weights: ") == 1  # one process speaks for both
+    assert "batch 8 x 2, cpu" in done.stdout
+    found = json.loads((output / "evaluation.json").read_text())
+    assert found["images"] == 20
+    assert [row["r"] for row in found["rows"]] == [0, 2]
+    assert all(row["top1"] >= 75 for row in found["rows"])  # chance is 25
+    rows = read_log(output / "log.csv")
+    assert rows[-1]["step"] == 72
+    assert rows[-1]["total"] < rows[0]["total"] / 2
+
+
+def test_leaves_weights_for_eval_and_refuses_to_start_over(
+    place: Path, tmp_path: Path, run: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    short = arguments(
+        place, output, "--epochs", 1, "--validation", place / "val", "--evaluate-r", "0,2", "--smoothing", 0
+    )
+    outcome = run(*short)
+    assert outcome.code == 0, outcome.err
+    assert "test_vit (0.3 M parameters), mctf r=2, consistency: 1 epochs of 6 steps, batch 16, cpu" in outcome.out
+    assert "step 6 of 6: loss " in outcome.out
+    assert "top-1 %" in outcome.out
+    names = {path.name for path in output.iterdir()}
+    assert names == {
+        *("checkpoints", "tensorboard", "log.csv", "recipe.toml"),
+        *("model.safetensors", "model-raw.safetensors", "evaluation.json"),
+    }
+    evaluate = Command(monkeypatch, capfd, "eval", "test_vit", "--image-size", "64", "--json")
+    again = evaluate(
+        "--data", place / "val", "--weights", output / "model.safetensors", "-r", "0,2", "--batch-size", 16
+    )
+    assert again.code == 0, again.err
+    ours, theirs = json.loads((output / "evaluation.json").read_text())["rows"], json.loads(again.out)["rows"]
+    assert [row["top1"] for row in ours] == [row["top1"] for row in theirs]
+
+    assert "holds a run already: add --resume to go on, or name another --output" in run.refusal(*short)
+    assert "epochs = 1 there, 2 here" in run.refusal(*short, "--epochs", 2, "--resume")
+    (tmp_path / "other.toml").write_text((output / "recipe.toml").read_text().replace("test_vit", "test_vit2"))
+    other = run.refusal("--config", tmp_path / "other.toml", "--resume")
+    assert "the checkpoint is of another run (model = 'test_vit' there, 'test_vit2' here)" in other
+
+
+def test_plain_training_and_a_teacher_are_settings_of_the_same_command(
+    place: Path, tmp_path: Path, run: Command
+) -> None:
+    teacher = tmp_path / "teacher.safetensors"
+    save_file(timm.create_model("test_vit2", num_classes=4).state_dict(), teacher)
+    plain = ["--method", "none", "--objective", "cross-entropy", "--epochs", 1, "--no-progress"]
+    plain += ["--teacher", "test_vit2", "--teacher-weights", teacher, "--json"]
+    outcome = run(*arguments(place, tmp_path / "run", *plain))
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out)
+    assert (found["model"], found["steps"], found["rows"]) == ("test_vit", 6, [])
+    assert found["recipe"]["objective"] == "cross-entropy"
+    row = read_log(tmp_path / "run" / "log.csv")[0]
+    assert row["teaching"] > 0
+    assert (row["lighter"], row["distance"]) == (None, None)
+
+
+def test_options_of_the_method_and_a_bar(place: Path, tmp_path: Path, run: Command) -> None:
+    more = ["--epochs", 1, "--option", "pooling=size", "--option", "tau_sim=0.5", "--option", "bidirectional=false"]
+    outcome = run(*arguments(place, tmp_path / "run", *more, "--progress"))
+    assert outcome.code == 0, outcome.err
+    assert "images/s" in outcome.err
+    text = (tmp_path / "run" / "recipe.toml").read_text()
+    assert text.endswith('[method_options]\npooling = "size"\ntau_sim = 0.5\nbidirectional = false\n')
+
+
+class TestRefuses:
+    def test_everything_at_once(self, place: Path, tmp_path: Path, run: Command) -> None:
+        (tmp_path / "recipe.toml").write_text('model = "test_vit"\nbatch = 0\nepochz = 3\n')
+        line = run.refusal("--config", tmp_path / "recipe.toml", "--lr", "high", "--weights", "nowhere.pt")
+        for part in ("batch = 0", "no option epochz: did you mean 'epochs'", "lr = 'high'", "weights = 'nowhere.pt'"):
+            assert part in line
+        assert "data is missing" in line
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (["--option", "pooling"], "'pooling' is no NAME=VALUE"),
+            (["--option", "pool=size"], "has no option 'pool'"),
+            (["--method", "none"], "give r above 0, or objective = cross-entropy"),
+            (["--config", "nowhere.toml"], "nowhere.toml cannot be read"),
+            (["--device", "abacus"], "device 'abacus' cannot be used"),
+            (["--batch", "1000"], "1000"),
+            (["--frobnicate"], "--frobnicate"),
+        ],
+    )
+    def test_bad_options(self, place: Path, tmp_path: Path, run: Command, options: list[str], words: str) -> None:
+        assert words in run.refusal(*arguments(place, tmp_path / "run", *options))
+
+    def test_a_missing_data_folder_and_weights_of_another_model(
+        self, place: Path, tmp_path: Path, run: Command
+    ) -> None:
+        assert "nowhere" in run.refusal(*arguments(place, tmp_path / "run", "--data", tmp_path / "nowhere"))
+        other = tmp_path / "other.safetensors"
+        save_file(timm.create_model("test_vit2", num_classes=4).state_dict(), other)
+        line = run.refusal(*arguments(place, tmp_path / "run", "--no-random-weights", "--weights", other))
+        assert "other.safetensors holds weights of another model" in line
+        assert not (tmp_path / "run").exists()
