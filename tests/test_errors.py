@@ -131,7 +131,6 @@ def test_a_wrapper_is_told_where_its_model_is(name: str, wrap: Callable[[nn.Modu
         (1.5, "r=1.5 is neither a whole number of tokens nor a ratio in [0, 1): write 16 or 0.35"),
         (1.0, "r=1.0 is neither"),
         (True, "r must be a number, a list of numbers or 'fast', not True"),
-        (None, "not None"),
         ("fsat", "did you mean 'fast'?"),
         ("16", "r='16' is no known preset"),
         ([8, 8, 8], "r has 3 entries but the model has 4 blocks: give one entry a block"),

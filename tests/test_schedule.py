@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mctf import MctfError
 from mctf.core.schedule import FAST_RATIO, Reduction, fast_blocks, make_schedule, reductions, tokens_to_fuse
+from mctf.methods import MCTF
 
 many = settings(max_examples=200)
 counts = st.integers(0, 300)
@@ -94,7 +95,7 @@ def test_the_fast_preset_fits_every_depth(depth: int) -> None:
 @many
 @given(schedule=st.lists(st.one_of(counts, ratios), max_size=20), tokens=st.integers(10, 600))
 def test_reductions_follow_each_other(schedule: list[float], tokens: int) -> None:
-    steps = reductions(schedule, tokens, protected=1, min_tokens=10)
+    steps = reductions(schedule, tokens, protected=1, method=MCTF())
     entering = [step.tokens for step in steps]
     leaving = [step.remaining for step in steps]
     assert entering == [tokens, *leaving][: len(steps)]
@@ -103,4 +104,5 @@ def test_reductions_follow_each_other(schedule: list[float], tokens: int) -> Non
 
 
 def test_a_reduction_says_what_was_asked() -> None:
-    assert reductions([16, 0.5], 22, protected=1, min_tokens=10) == [Reduction(22, 16, 10), Reduction(12, 5, 2)]
+    steps = reductions([16, 0.5], 22, protected=1, method=MCTF())
+    assert steps == [Reduction(22, 16, 10, 12), Reduction(12, 5, 2, 10)]

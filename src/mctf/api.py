@@ -1,48 +1,70 @@
 """Three verbs: fuse a model, take it back, change how much is fused."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from .core.schedule import ReductionSpec, make_schedule, read_blocks
+from .core.schedule import Entry, ReductionSpec, make_schedule, read_blocks
 from .errors import MctfError
-from .hosts import find_host
+from .hosts import Host, find_host
 from .methods import make_method
+from .methods.base import Method, check_switches
 from .stack import FusedStack
+
+LAYERS = "token_reduction"  # where a learned method's own layers are in the model and its state_dict
 
 
 def fuse(
     model: nn.Module,
     method: str = "mctf",
     *,
-    r: ReductionSpec = 16,
+    r: ReductionSpec | None = None,
     blocks: Iterable[int] | None = None,
+    dense: bool = False,
     **options: object,
 ) -> nn.Module:
     """Make a Vision Transformer cheaper by fusing tokens, in place; `unfuse` takes it back.
 
     r: tokens to fuse in each block: a count, a ratio below 1 of the unprotected tokens, a list with one entry a
-        block, or "fast", the authors' preset (0.35 at blocks 3, 6, 9 of twelve).
+        block, or "fast", the authors' preset (0.35 at blocks 3, 6, 9 of twelve). By default what the method's
+        authors use, 16 for mctf.
     blocks: which blocks fuse; the method's choice by default (mctf: all but the first).
+    dense: give one token per input token to whatever reads the model's tokens, for heads of your own on top of
+        `forward_features`; by default a model that reads the class token alone keeps its tokens fused.
     options: the method's own, see `mctf.methods()` and the classes in `mctf.methods`.
 
     Everything is checked before the model is touched. Returns the same model.
     """
+    check_switches(dense=dense)
     chosen = read_blocks(blocks)
     made = make_method(method, options)
     if _find_stack(model) is not None:
         raise MctfError("the model is fused already: mctf.set_r changes r; mctf.unfuse comes before another method")
     host = find_host(model)
     made = made.suited(class_token=host.class_token)
-    make_schedule(r, depth=host.depth, blocks=chosen, default_blocks=made.default_blocks(host.depth))
-    host.install(FusedStack(host.container, host, made, r=r, blocks=chosen))
+    r = made.default_r if r is None else r
+    schedule = make_schedule(r, depth=host.depth, blocks=chosen, default_blocks=made.default_blocks(host.depth))
+    layers = _make_layers(model, host, made, schedule)
+    host.install(FusedStack(host.container, host, made, r=r, blocks=chosen, dense=dense, layers=layers))
+    if layers is not None:
+        model.add_module(LAYERS, layers)
     return model
+
+
+def _make_layers(model: nn.Module, host: Host, method: Method, schedule: Sequence[Entry]) -> nn.ModuleDict | None:
+    """The method's own layers, on the model's device and in its dtype."""
+    if type(method).make_layers is Method.make_layers:
+        return None
+    layers = method.make_layers(host.architecture(None).blocks, schedule)
+    weight = next(model.parameters())
+    return None if layers is None else layers.to(weight.device, weight.dtype).train(model.training)
 
 
 def unfuse(model: nn.Module) -> nn.Module:
     """Give a fused model its own blocks back, in place; it computes bit for bit what it did before."""
     stack = fused_stack(model)
     stack.host.uninstall(stack)
+    model._modules.pop(LAYERS, None)
     return model
 
 

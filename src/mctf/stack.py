@@ -5,10 +5,11 @@ under the *same* names, so the state_dict does not change and the rest of the ho
 of a forward pass lives in local variables or in one `_Run`: two threads can share a model.
 
 Hosts use their container in two ways. *Calling* it runs all blocks; the fused tokens come out, spread back to one
-per input token if the host's head reads them all. *Iterating* over it (feature maps, gradient checkpointing, and
-hosts that loop over their blocks) yields blocks bound to one fresh run; as the caller may keep what each block
-returns, these take and give one token per input token, and fuse only inside. Without gradient, a block that is given
-what the block before it returned goes on with the fused tokens behind it: a compiled loop never spreads them.
+per input token if the host's head reads them all or the user wants them dense. *Iterating* over it (feature maps,
+gradient checkpointing, and hosts that loop over their blocks) yields blocks bound to one fresh run; as the caller may
+keep what each block returns, these take and give one token per input token, and fuse only inside. Without gradient, a
+block that is given what the block before it returned goes on with the fused tokens behind it: a compiled loop never
+spreads them.
 
 Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
 """
@@ -20,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from .core.places import Places, places_after
-from .core.schedule import Entry, ReductionSpec, make_schedule, tokens_to_fuse
+from .core.schedule import Entry, ReductionSpec, make_schedule, stage_of
 from .errors import MctfError
-from .methods.base import BlockOps, Method, Step
+from .methods.base import BlockOps, Method, Step, Turn
 
 if TYPE_CHECKING:
     from .tracing import Trace
@@ -58,16 +59,18 @@ class _State:
     """What one block hands to the next beside the tokens.
 
     sizes: B M, None while all are 1. places: what the tokens cover, None while nothing was fused or nobody asks.
+    carry: the method's own.
     """
 
     sizes: Tensor | None = None
     places: Places | None = None
+    carry: Any = None
 
     def after(self, step: Step, *, shares: bool) -> "_State":
         if step.assignment is None:
-            return _State(step.sizes, self.places)
+            return _State(step.sizes, self.places, step.carry)
         weights = step.weights if shares else None
-        return _State(step.sizes, places_after(self.places, step.assignment, weights))
+        return _State(step.sizes, places_after(self.places, step.assignment, weights), step.carry)
 
     def spread(self, x: Tensor) -> Tensor:
         """One token per input token: B M C -> B N C."""
@@ -75,7 +78,11 @@ class _State:
 
 
 class FusedStack(nn.Module):
-    """The host's blocks, fused by `method` with `schedule[i]` tokens leaving block i."""
+    """The host's blocks, fused by `method` with `schedule[i]` tokens leaving block i.
+
+    dense: spread the fused tokens back to one per input token whatever the host's head reads.
+    layers: the method's own, by block number; they are registered elsewhere in the model.
+    """
 
     def __init__(
         self,
@@ -85,6 +92,8 @@ class FusedStack(nn.Module):
         *,
         r: ReductionSpec,
         blocks: tuple[int, ...] | None,
+        dense: bool = False,
+        layers: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__()
         for name, block in container.named_children():
@@ -92,10 +101,12 @@ class FusedStack(nn.Module):
         self.training = container.training  # not train(): single blocks may be in another mode
         self.host = host
         self.method = method
+        self.dense = dense
         self.blocks = None if blocks is None else tuple(block % len(self) for block in blocks)
         self.schedule: tuple[Entry, ...] = ()
         self.set_r(r)
         self.bound_block: type[BoundBlock] = BoundBlock  # what an iteration yields; a host may have its own kind
+        self._layers = (layers,)  # in a tuple: not to be registered
         self._container = (container,)  # in a tuple: as an attribute it would register all blocks twice
         self._traces: list[Trace] = []
 
@@ -118,22 +129,31 @@ class FusedStack(nn.Module):
         return container
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """All blocks: B N C -> B M C, or B N C where the host's head reads every token."""
+        """All blocks: B N C -> B M C, or B N C where somebody reads every token."""
         arguments = self.host.arguments(*args, **kwargs)
-        spread, shares = self.host.reads_every_token, self.host.carries_places
-        state = _State()
+        spread, shares = self.dense or self.host.reads_every_token, self.host.carries_places
+        state, initial = _State(), x.shape[1]
         for index in range(len(self)):
-            step = self._step(index, x, state, arguments)
+            step = self._step(index, x, state, arguments, initial)
             self._record(index, x, step)
             x = step.x
-            state = state.after(step, shares=shares) if spread or shares else _State(step.sizes)
+            state = state.after(step, shares=shares) if spread or shares else _State(step.sizes, carry=step.carry)
+        finished = self.method.finish(x, state.carry)
+        if finished is not None:
+            return finished
         return state.spread(x) if spread else x
 
-    def _step(self, index: int, x: Tensor, state: _State, arguments: Mapping[str, Any]) -> Step:
-        protected = self.host.protected
-        r = tokens_to_fuse(self.schedule[index], x.shape[1], protected=protected, min_tokens=self.method.min_tokens)
+    def _step(self, index: int, x: Tensor, state: _State, arguments: Mapping[str, Any], initial: int) -> Step:
+        protected, entry, tokens = self.host.protected, self.schedule[index], x.shape[1]
+        stage = stage_of(self.schedule, index)
+        r = self.method.leaving(entry, tokens, protected=protected, initial=initial, stage=stage)
         block = self.host.ops(self[index], arguments, state.places)
-        return self.method.run(block, x, state.sizes, r=r, protected=protected)
+        turn = Turn(r, protected, index, len(self), state.carry, self._own_layers(index), self.training)
+        return self.method.run(block, x, state.sizes, turn)
+
+    def _own_layers(self, index: int) -> nn.Module | None:
+        (layers,) = self._layers
+        return layers[str(index)] if layers is not None and str(index) in layers else None
 
     def _record(self, index: int, x: Tensor, step: Step) -> None:
         for trace in tuple(self._traces):  # another thread's trace may begin or end meanwhile
@@ -154,7 +174,9 @@ class FusedStack(nn.Module):
         start, stop, stride = index.indices(len(self))
         if start != 0 or stride != 1:
             raise MctfError("a fused stack can only be sliced from its first block on: run mctf.unfuse(model) first")
-        first = FusedStack(nn.Sequential(*blocks[:stop]), self.host, self.method, r=self.schedule[:stop], blocks=None)
+        container, r = nn.Sequential(*blocks[:stop]), self.schedule[:stop]
+        first = FusedStack(container, self.host, self.method, r=r, blocks=None, dense=self.dense)
+        first._layers = self._layers
         first.training = self.training
         first.bound_block = self.bound_block
         first.blocks = None if self.blocks is None else tuple(block for block in self.blocks if block < stop)
@@ -162,7 +184,7 @@ class FusedStack(nn.Module):
         return first
 
     def extra_repr(self) -> str:
-        return f"method={self.method}, r={self.r!r}, blocks={self.blocks}"
+        return f"method={self.method}, r={self.r!r}, blocks={self.blocks}, dense={self.dense}"
 
 
 class _Run:
@@ -200,12 +222,15 @@ class BoundBlock:
             raise MctfError(f"block {index} of a fused stack was called before block {index - 1}: call them in order")
         state = run.states[index]
         tokens = run.fused(x, state)
-        step = run.stack._step(index, tokens, state, arguments)
+        step = run.stack._step(index, tokens, state, arguments, x.shape[1])
         if index + 1 not in run.states:  # gradient checkpointing calls again, from the last block to the first
             run.stack._record(index, tokens, step)
         state = state.after(step, shares=host.carries_places)
         run.states[index + 1] = state
         spread = state.spread(step.x)
+        if index + 1 == len(run.stack):
+            finished = run.stack.method.finish(step.x, state.carry)
+            spread = spread if finished is None else finished
         # with gradient a checkpointed block must depend on nothing but what it is given
         run.given = None if spread.requires_grad else (spread, step.x)
         return spread

@@ -1,7 +1,7 @@
 """What a fused model will cost, worked out from shapes alone: nothing is run and nothing is changed."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -9,7 +9,7 @@ from ..core.schedule import Reduction, ReductionSpec, make_schedule, read_blocks
 from ..errors import MctfError
 from ..hosts import Architecture, find_host
 from ..methods import make_method
-from ..methods.base import Method
+from ..methods.base import Method, check_switches
 from ..models.loading import create_empty
 
 
@@ -17,8 +17,10 @@ from ..models.loading import create_empty
 class Plan:
     """Tokens and multiply-adds of every block of one model under one setting.
 
-    gflops and gflops_base follow the paper's accounting (fvcore's convention: one FLOP a multiply-add);
-    gflops_run counts what this implementation executes, which the paper's formula does not.
+    gflops and gflops_base, that of the plain model, follow the paper's accounting (fvcore's convention: one FLOP a
+    multiply-add). gflops_run counts what this implementation executes, which the paper's formula does not; with r = 0
+    that is the plain model as fvcore counts it, and differs from gflops_base for LV-ViT alone, whose second
+    classifier the paper leaves out.
     """
 
     model: str
@@ -66,25 +68,28 @@ class Plan:
 def plan(
     model: nn.Module | str,
     *,
-    r: ReductionSpec = 16,
+    r: ReductionSpec | None = None,
     blocks: Iterable[int] | None = None,
     method: str = "mctf",
     image_size: int | tuple[int, int] | None = None,
+    dense: bool = False,
     **options: object,
 ) -> Plan:
     """Token counts and GFLOPs of a model (or its name: timm's, or hf:NAME) under a setting, without running it."""
+    check_switches(dense=dense)
     size = _read_size(image_size)
     made = make_method(method, options)
     host = find_host(create_empty(model, image_size=size) if isinstance(model, str) else model)
     made = made.suited(class_token=host.class_token)
     architecture = host.architecture(size)
+    r = made.default_r if r is None else r
     schedule = make_schedule(
         r,
         depth=len(architecture.blocks),
         blocks=read_blocks(blocks),
         default_blocks=made.default_blocks(len(architecture.blocks)),
     )
-    return _plan(architecture, made, schedule, r)
+    return _plan(replace(architecture, reads_every_token=architecture.reads_every_token or dense), made, schedule, r)
 
 
 def _read_size(image_size: int | tuple[int, int] | None) -> tuple[int, int] | None:
@@ -97,7 +102,7 @@ def _read_size(image_size: int | tuple[int, int] | None) -> tuple[int, int] | No
 
 
 def _plan(architecture: Architecture, method: Method, schedule: tuple, r: ReductionSpec) -> Plan:
-    steps = reductions(schedule, architecture.tokens, protected=architecture.protected, min_tokens=method.min_tokens)
+    steps = reductions(schedule, architecture.tokens, protected=architecture.protected, method=method)
     costs = [
         method.cost(shape, step.tokens, step.taken, protected=architecture.protected)
         for shape, step in zip(architecture.blocks, steps, strict=True)
@@ -105,6 +110,7 @@ def _plan(architecture: Architecture, method: Method, schedule: tuple, r: Reduct
     every = architecture.tokens
     left = every if architecture.reads_every_token else steps[-1].remaining
     around = architecture.stem + architecture.head + architecture.head_per_token * left
+    second_head = architecture.second_head * (left - architecture.protected)
     base_around = architecture.stem + architecture.head + architecture.head_per_token * every
     return Plan(
         model=architecture.name,
@@ -115,5 +121,5 @@ def _plan(architecture: Architecture, method: Method, schedule: tuple, r: Reduct
         block_gflops=tuple(cost.paper / 1e9 for cost in costs),
         gflops=(around + sum(cost.paper for cost in costs)) / 1e9,
         gflops_base=(base_around + sum(shape.plain(every) for shape in architecture.blocks)) / 1e9,
-        gflops_run=(around + sum(cost.run for cost in costs)) / 1e9,
+        gflops_run=(around + second_head + sum(cost.run for cost in costs)) / 1e9,
     )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Protocol
 
 from ..errors import MctfError, did_you_mean
 
@@ -80,22 +81,33 @@ def _asked(entry: Entry, free: int) -> int:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Tokens of one block: how many enter, how many were asked to leave, how many do."""
+    """Tokens of one block: how many enter, how many were asked to leave, how many do, how many go on."""
 
     tokens: int
     asked: int
     taken: int
-
-    @property
-    def remaining(self) -> int:
-        return self.tokens - self.taken
+    remaining: int
 
 
-def reductions(schedule: Sequence[Entry], tokens: int, *, protected: int, min_tokens: int) -> list[Reduction]:
+class Leaving(Protocol):
+    """How many tokens leave a block and how many go on; what a method answers."""
+
+    def leaving(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int: ...
+    def remaining(self, tokens: int, r: int) -> int: ...
+
+
+def reductions(schedule: Sequence[Entry], tokens: int, *, protected: int, method: Leaving) -> list[Reduction]:
     """The reduction of every block of a model that starts with `tokens` tokens."""
-    steps = []
-    for entry in schedule:
-        taken = tokens_to_fuse(entry, tokens, protected=protected, min_tokens=min_tokens)
-        steps.append(Reduction(tokens, _asked(entry, tokens - protected), taken))
-        tokens -= taken
+    initial, steps = tokens, []
+    for index, entry in enumerate(schedule):
+        stage = stage_of(schedule, index)
+        taken = method.leaving(entry, tokens, protected=protected, initial=initial, stage=stage)
+        remaining = method.remaining(tokens, taken)
+        steps.append(Reduction(tokens, _asked(entry, tokens - protected), taken, remaining))
+        tokens = remaining
     return steps
+
+
+def stage_of(schedule: Sequence[Entry], index: int) -> int:
+    """How many blocks before this one reduce."""
+    return sum(1 for entry in schedule[:index] if entry)

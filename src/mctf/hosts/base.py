@@ -17,6 +17,7 @@ class Architecture:
 
     tokens: entering the first block, protected ones included. stem: multiply-adds before the blocks.
     head: multiply-adds after them that do not depend on the tokens; head_per_token: those that do.
+    second_head: those of a second classifier for each unprotected token, which published costs leave out (LV-ViT).
     """
 
     name: str
@@ -27,6 +28,7 @@ class Architecture:
     head: int
     head_per_token: int
     reads_every_token: bool
+    second_head: int = 0
 
 
 class Host(StackHost, Protocol):

@@ -67,14 +67,14 @@ class EvaOps(GammaScaled):
         attn = self.block.attn
         if attn.qkv is not None:
             return super().queries_keys(h)
-        q, k = self.split_heads(attn.q_proj(h)), self._split_shared(attn.k_proj(h))
-        return self._placed(attn.q_norm(q), q), self._repeated(self._placed(attn.k_norm(k), k), dim=1)
+        q, k = self._finished(self.split_heads(attn.q_proj(h)), self._split_shared(attn.k_proj(h)))
+        return q, self._repeated(k)
 
     def values(self, h: Tensor) -> Tensor:
         attn = self.block.attn
         if attn.qkv is not None:
             return super().values(h)
-        return self._repeated(self._split_shared(attn.v_proj(h)), dim=1).transpose(1, 2).flatten(2)
+        return self._repeated(self._split_shared(attn.v_proj(h))).transpose(1, 2).flatten(2)
 
     def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.block.attn.qkv is not None:
@@ -86,18 +86,18 @@ class EvaOps(GammaScaled):
         attn = self.block.attn
         return flat.unflatten(2, (-1, attn.proj.in_features // attn.num_heads)).transpose(1, 2)
 
-    def _repeated(self, x: Tensor, *, dim: int) -> Tensor:
-        """A head for every query head again."""
+    def _repeated(self, x: Tensor) -> Tensor:
+        """One for every query head: B h N d -> B H N d."""
         shared = _query_heads_a_key(self.block.attn)
-        return x if shared == 1 else x.repeat_interleave(shared, dim=dim)
+        return x if shared == 1 else x.repeat_interleave(shared, dim=1)
 
-    def _placed(self, x: Tensor, like: Tensor) -> Tensor:
+    def _placed(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if self.rope is None:
             return x
         attn = self.block.attn
         prefix, patches = x[:, :, : attn.num_prefix_tokens], x[:, :, attn.num_prefix_tokens :]
         turned = apply_rot_embed_cat(patches, self.rope, half=attn.rotate_half)
-        return torch.cat([prefix, turned], dim=2).to(like.dtype)
+        return torch.cat([prefix, turned], dim=2).to(dtype)
 
 
 class EvaPostNormOps(PostNorm, EvaOps):

@@ -37,14 +37,14 @@ class TimmOps(SoftmaxAttention):
 
     def queries_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
         q, k = self._split(qkv_part(self.block.attn, h, 0, 2), 2)
-        return self._placed(self._normed("q_norm", q), q), self._placed(self._normed("k_norm", k), k)
+        return self._finished(q, k)
 
     def values(self, h: Tensor) -> Tensor:
         return qkv_part(self.block.attn, h, 2, 3)
 
     def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._split(qkv_part(self.block.attn, h, 0, 3), 3)
-        return self._placed(self._normed("q_norm", q), q), self._placed(self._normed("k_norm", k), k), v
+        return *self._finished(q, k), v
 
     def split_heads(self, flat: Tensor) -> Tensor:
         return flat.unflatten(2, (self.block.attn.num_heads, -1)).transpose(1, 2)
@@ -65,12 +65,16 @@ class TimmOps(SoftmaxAttention):
         """B N (parts H d) -> parts of B H N d."""
         return flat.unflatten(2, (parts, self.block.attn.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
+    def _finished(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys after what the block does to them behind their product: norms, positions."""
+        return self._placed(self._normed("q_norm", q), q.dtype), self._placed(self._normed("k_norm", k), k.dtype)
+
     def _normed(self, name: str, x: Tensor) -> Tensor:
         norm = getattr(self.block.attn, name, None)
         return x if norm is None else norm(x)
 
-    def _placed(self, x: Tensor, like: Tensor) -> Tensor:
-        """Queries or keys (B H N d) told where their tokens are, in the dtype of `like`: most blocks do nothing."""
+    def _placed(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Queries or keys (B H N d) told where their tokens are, in this dtype: most blocks do nothing."""
         return x
 
     def _project(self, context: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """timm's VisionTransformer and everything built on it: DeiT, DINOv2, CLIP and SigLIP towers, ViTamin, …."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from timm.layers import Attention
@@ -9,6 +10,7 @@ from torch import nn
 
 from ..core.cost import BlockShape
 from ..core.places import Places
+from .base import Architecture
 from .common import macs_per_token
 from .timm_base import TimmHost
 from .timm_ops import PostNorm, TimmOps, block_shape
@@ -32,18 +34,14 @@ class TimmViT(TimmHost):
     def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> TimmOps:
         return vit_ops(block)
 
-    def head_per_token(self) -> int:
-        return super().head_per_token() + self._auxiliary_head()
-
-    def head_cost(self, tokens: int) -> int:
-        return super().head_cost(tokens) - self.protected * self._auxiliary_head()
-
-    def _auxiliary_head(self) -> int:
-        """LV-ViT's second classifier, which reads every token but the protected ones."""
-        return macs_per_token(getattr(self.model, "aux_head", None))
-
     def block_shape(self, block: Any) -> BlockShape:
         return vit_shape(block)
+
+    def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
+        """With LV-ViT's second classifier, which reads every token but the protected ones."""
+        return replace(
+            super().architecture(image_size), second_head=macs_per_token(getattr(self.model, "aux_head", None))
+        )
 
 
 def vit_ops(block: nn.Module) -> TimmOps:

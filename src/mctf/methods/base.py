@@ -1,13 +1,15 @@
 """What a method is: it runs one block its own way and says which tokens became one."""
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost
+from ..core.schedule import Entry, ReductionSpec, tokens_to_fuse
 from ..errors import MctfError
 
 
@@ -81,12 +83,31 @@ def run_pieces(block: BlockOps, x: Tensor, sizes: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What a method knows beside the tokens when a block's turn comes.
+
+    index: of the block, of `depth`. r: tokens that are to leave. protected: leading tokens that stay in place.
+    carry: what the method handed on from the block before, None at first. layers: its own layers for this block, if
+    it has learned any. training: whether learned methods are to behave as in training.
+    """
+
+    r: int
+    protected: int
+    index: int = 0
+    depth: int = 1
+    carry: Any = None
+    layers: nn.Module | None = None
+    training: bool = False
+
+
+@dataclass(frozen=True)
 class Step:
     """What one block did to the tokens.
 
-    x: B M C. sizes: B M, float32, how many input tokens each token stands for; None while all are 1.
+    x: B M C. sizes: B M, float32, how many input tokens each token stands for; None while all are 1. A token of size 0
+    is padding: it stands for nothing and nobody attends to it.
     assignment: B N -> M, None when nothing was fused; weights: B N, how much each token counted in its slot.
-    informativeness: B N, where the method knows it.
+    informativeness: B N, where the method knows it. carry: handed to the method in the next block.
     """
 
     x: Tensor
@@ -94,6 +115,7 @@ class Step:
     assignment: Assignment | None = None
     weights: Tensor | None = None
     informativeness: Tensor | None = None
+    carry: Any = None
 
 
 def check_switches(**switches: object) -> None:
@@ -103,21 +125,50 @@ def check_switches(**switches: object) -> None:
             raise MctfError(f"{option}={value!r} must be True or False")
 
 
-class Method(Protocol):
-    """A way to reduce tokens. Implementations are frozen dataclasses whose fields are the method's options."""
+class Method(ABC):
+    """A way to reduce tokens. Implementations are frozen dataclasses whose fields are the method's options.
+
+    min_tokens: how many always remain. default_r: what leaves a block when the user does not say.
+    adaptive: whether each image decides for itself how many tokens remain, so that a plan cannot know.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    min_tokens: ClassVar[int]
+    min_tokens: ClassVar[int] = 0
+    default_r: ClassVar[ReductionSpec] = 16
+    adaptive: ClassVar[bool] = False
 
-    def suited(self, *, class_token: bool) -> "Method":
+    def suited(self, *, class_token: bool) -> Self:
         """This method for a model with or without a class token; raises MctfError where it cannot work."""
+        return self
 
+    @abstractmethod
     def default_blocks(self, depth: int) -> Iterable[int]:
         """The blocks that fuse when the user names none."""
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, *, r: int, protected: int) -> Step:
-        """One block on x (B N C), after which r tokens fewer remain."""
+    @abstractmethod
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
+        """One block on x (B N C), after which turn.r tokens fewer remain."""
 
+    @abstractmethod
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         """Multiply-adds of `run`."""
+
+    def leaving(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+        """How many of `tokens` leave a block whose schedule says `entry`.
+
+        initial: tokens entering the first block. stage: how many blocks before this one reduce.
+        """
+        return tokens_to_fuse(entry, tokens, protected=protected, min_tokens=self.min_tokens)
+
+    def remaining(self, tokens: int, r: int) -> int:
+        """Tokens after a block that r leave; more where they come back."""
+        return tokens - r
+
+    def make_layers(self, shapes: Sequence[BlockShape], schedule: Sequence[Entry]) -> nn.ModuleDict | None:
+        """Layers of its own for a model with such blocks, by block number; None where nothing is learned."""
+        return None
+
+    def finish(self, x: Tensor, carry: Any) -> Tensor | None:
+        """Tokens to leave the last block in the place of x, one per input token; None to leave x as it is."""
+        return None

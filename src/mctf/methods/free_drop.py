@@ -11,28 +11,25 @@ from torch import Tensor
 
 from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost
-from .base import BlockOps, Step
+from .base import BlockOps, Method, Step, Turn
 
 
 @dataclass(frozen=True)
-class FreeDrop:
+class FreeDrop(Method):
     """Cuts off the last r tokens before each block."""
 
     name: ClassVar[str] = "free_drop"
     summary: ClassVar[str] = "Control: the last tokens are cut off unseen, the ceiling on speed"
     min_tokens: ClassVar[int] = 10
 
-    def suited(self, *, class_token: bool) -> "FreeDrop":
-        return self
-
     def default_blocks(self, depth: int) -> range:
         return range(1, depth)
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, *, r: int, protected: int) -> Step:
-        if r == 0:
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
+        if turn.r == 0:
             return Step(block.plain(x), None)
         batch, tokens, _ = x.shape
-        left = tokens - r
+        left = tokens - turn.r
         # to have a place at all, a dropped token is mapped to the last one that stays, where it counts for nothing
         index = torch.arange(tokens, device=x.device)
         assignment = Assignment(index.clamp_max(left - 1).expand(batch, -1), left)

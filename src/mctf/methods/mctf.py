@@ -14,7 +14,7 @@ Axes: B images, H heads, N tokens, M = N - r tokens after fusion, C channels.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost, split_product, unprotected_product
 from ..core.criteria import TINY, Criteria
 from ..errors import MctfError, did_you_mean
-from .base import BlockOps, Step, check_switches, run_unfused
+from .base import BlockOps, Method, Step, Turn, check_switches, run_unfused
 
 _CHOICES = {
     "pooling": ("attention", "size", "mean", "max"),
@@ -34,7 +34,7 @@ _CHOICES = {
 
 
 @dataclass(frozen=True)
-class MCTF:
+class MCTF(Method):
     """Options are the paper's ablations and one variant of our own; the defaults are the paper's method.
 
     tau_sim, tau_info, tau_size: temperatures of similarity, informativeness and size; 0 switches one off.
@@ -76,7 +76,7 @@ class MCTF:
                 "pooling='max' has no exact attention: choose another pooling or attention='one_step_ahead'"
             )
 
-    def suited(self, *, class_token: bool) -> "MCTF":
+    def suited(self, *, class_token: bool) -> Self:
         if self.informativeness == "auto":
             return replace(self, informativeness="both" if class_token else "mean")
         if self.informativeness != "mean" and not class_token:
@@ -88,11 +88,11 @@ class MCTF:
     def default_blocks(self, depth: int) -> range:
         return range(1, depth)
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, *, r: int, protected: int) -> Step:
-        if r == 0:
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
+        if turn.r == 0:
             return Step(run_unfused(block, x, self._counted(sizes)), sizes)
         variants = {"precise": self._precise, "previous": self._previous, "exact": self._exact}
-        return variants.get(self.attention, self._ahead)(block, x, sizes, r, protected)
+        return variants.get(self.attention, self._ahead)(block, x, sizes, turn.r, turn.protected)
 
     def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         counted = self._counted(sizes)

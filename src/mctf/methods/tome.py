@@ -14,11 +14,11 @@ from .. import kernels
 from ..core import criteria, matching
 from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost, split_product, unprotected_product
-from .base import BlockOps, Step, check_switches, run_unfused
+from .base import BlockOps, Method, Step, Turn, check_switches, run_unfused
 
 
 @dataclass(frozen=True)
-class ToMe:
+class ToMe(Method):
     """Keys averaged over heads give the similarity; the r best pairs become size-weighted means.
 
     proportional: add log(size) to the attention logits of merged keys.
@@ -33,23 +33,20 @@ class ToMe:
     def __post_init__(self) -> None:
         check_switches(proportional=self.proportional)
 
-    def suited(self, *, class_token: bool) -> "ToMe":
-        return self
-
     def default_blocks(self, depth: int) -> range:
         return range(depth)
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, *, r: int, protected: int) -> Step:
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
         """Plain attention on all N tokens, then fusion, then the MLP on the M that remain."""
         key_sizes = sizes if self.proportional else None
-        if r == 0:
+        if turn.r == 0:
             return Step(run_unfused(block, x, key_sizes), sizes)
         h = block.norm1(x)
         q, k, v = block.queries_keys_values(h)
         context = block.attend(q, k, v, sizes=key_sizes)
         x = block.add_attention(x, block.finish_context(context, h))
 
-        assignment = _match_keys(k, r, protected)
+        assignment = _match_keys(k, turn.r, turn.protected)
         weights = x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes
         x = block.add_mlp(kernels.pool(x, weights, assignment))
         return Step(x, assignment.total(weights), assignment, weights)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hosts import find_host
-from ..methods.base import BlockOps, Method, Step
+from ..methods.base import BlockOps, Method, Step, Turn
 from ..stack import FusedStack
 
 _GRAPHS = 256  # blocks that differ in a number, as in their drop-path rate, are compiled one by one
@@ -23,14 +23,11 @@ class CompiledMethod:
     """A method whose `run` is compiled; all else is the method's own."""
 
     def __init__(self, method: Method, *, backend: str | Callable[..., Any]) -> None:
-        def run(block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
-            return method.run(block, x, sizes, r=r, protected=protected)
-
         self._method = method
-        self._run = torch.compile(run, backend=backend)
+        self._run = torch.compile(method.run, backend=backend)
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, *, r: int, protected: int) -> Step:
-        return self._run(block, x, sizes, r, protected)
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
+        return self._run(block, x, sizes, turn)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_method"], name)
