@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from .analysis.plan import Plan, plan
     from .api import fuse, set_r, unfuse
     from .errors import MctfError
+    from .hosts import register_host
     from .methods import methods
     from .tracing import Trace, trace
 
 __version__ = "0.1.0"
 
-__all__ = ["MctfError", "Plan", "Trace", "fuse", "methods", "plan", "set_r", "trace", "unfuse"]
+__all__ = ["MctfError", "Plan", "Trace", "fuse", "methods", "plan", "register_host", "set_r", "trace", "unfuse"]
 
 _HOMES = {
     "MctfError": "errors",
@@ -30,6 +31,7 @@ _HOMES = {
     "Trace": "tracing",
     "fuse": "api",
     "plan": "analysis.plan",
+    "register_host": "hosts",
     "set_r": "api",
     "trace": "tracing",
     "unfuse": "api",

@@ -14,6 +14,7 @@ spreads them.
 Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,23 +34,29 @@ class StackHost(Protocol):
     """What the stack asks of the model around it, anew in each forward pass: users change heads."""
 
     @property
+    @abstractmethod
     def protected(self) -> int:
         """How many leading tokens (class, distillation, registers) must survive in place."""
 
     @property
+    @abstractmethod
     def reads_every_token(self) -> bool:
         """Whether what follows the stack needs one token per input token."""
 
     @property
+    @abstractmethod
     def carries_places(self) -> bool:
         """Whether the blocks ask where their tokens are: rotary tables, relative position biases."""
 
+    @abstractmethod
     def arguments(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         """What a block is called with beside the tokens; raises MctfError for what fused tokens cannot follow."""
 
+    @abstractmethod
     def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> BlockOps:
         """The pieces of a block for one call; places is None while nothing was fused."""
 
+    @abstractmethod
     def uninstall(self, stack: "FusedStack") -> None:
         """Take the stack out of the model again."""
 

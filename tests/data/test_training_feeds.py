@@ -79,10 +79,10 @@ class TestBatches:
 
     def test_are_shared_between_processes(self, plain: Path, way: str) -> None:
         made = [feed(plain, in_memory=way, rank=rank, world=2, repeated=2) for rank in range(2)]
-        assert [each.steps() for each in made] == [6, 6]
+        assert [each.steps() for each in made] == [3, 3]
         numbers = [[number_of(image) for image in torch.cat(collect(each.batches(1))[0])] for each in made]
         assert numbers[0] == numbers[1]  # with as many repeats as processes, each has one of every image
-        assert len(set(numbers[0])) == 24
+        assert len(set(numbers[0])) == 12
 
     def test_show_repeats_differently(self, pictures: Path, way: str) -> None:
         first, second = (feed(pictures, in_memory=way, rank=rank, world=2, repeated=2) for rank in range(2))

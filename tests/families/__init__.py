@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from .backbones import Backbones
 from .base import CLASSES, DEPTH, Family
 from .hf import Hf
+from .own import Own
 from .timm_beit import TimmBeit
 from .timm_cait import TimmCait
 from .timm_eva import TimmEva
@@ -18,3 +19,4 @@ __all__ = ["CLASSES", "DEPTH", "FAMILIES", "Family"]
 FAMILIES: tuple[Family, ...] = (Backbones(), TimmViT(), TimmEva(), TimmBeit(), TimmCait(), TimmNaFlex(), TimmRelPos())
 if find_spec("transformers") is not None:
     FAMILIES += (Hf(),)
+FAMILIES += (Own(),)

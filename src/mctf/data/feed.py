@@ -57,7 +57,8 @@ class FeedOptions:
     augmentation: "none" resizes and crops the middle; "weak" is a random crop of at least 0.6 of the area, and
     flips; "strong" is a crop of any size, flips, RandAugment (m9, mstd 0.5, increasing) and random erasing (0.25).
     colour_jitter: most change of brightness, contrast and saturation, on top of "weak" or "strong".
-    repeated: how often an epoch shows an image, each time augmented anew; it makes the epoch as many times longer.
+    repeated: how often an epoch shows an image, each time augmented anew; of so many fewer images, so that epochs keep
+    their length.
     workers: processes that read images where they are not kept in memory; 0 reads between the steps.
     in_memory: "yes" decodes all images once and augments batches on the device; "auto" does so where that pays.
     on_corrupt: "skip" puts the next readable image in the place of one that is not; "stop" raises MctfError.

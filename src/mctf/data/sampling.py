@@ -16,7 +16,8 @@ class Order:
 
     An epoch shuffles the images and lists each `repeated` times in a row. The processes deal that list out like
     cards, so no two see the same entry, and the repeats of an image go to neighbouring processes of one step (or,
-    with fewer processes than repeats, into one batch). What does not fill a batch in every process is left out.
+    with fewer processes than repeats, into one batch). An epoch ends after as many entries as there are images,
+    whole batches of every process only: with repeats it shows fewer images, each more often.
 
     batch: images a step of this process. seed: the same in all processes.
     """
@@ -42,7 +43,7 @@ class Order:
     @property
     def steps(self) -> int:
         """Whole batches an epoch, the same number in every process."""
-        return self.images * self.repeated // self.world // self.batch
+        return self.images // self.world // self.batch
 
     def views(self, epoch: int) -> tuple[Tensor, Tensor]:
         """The image of every entry of this process, and which repeat of it this is; both int64, whole batches."""

@@ -1,15 +1,42 @@
-"""One file a family of models. `find_host` gives the one that knows a model, or says why none does."""
+"""One file a family of models. `find_host` gives the one that knows a model, or says why none does.
 
+All that a host of one's own needs is imported from here; docs/adding_a_host.md is the guide.
+"""
+
+from collections.abc import Callable
 from importlib import import_module
 
 from torch import nn
 
+from ..core.cost import BlockShape
+from ..core.places import Places
 from ..errors import MctfError
-from .base import Architecture, Host
+from ..methods.base import BlockOps
+from ..stack import FusedStack
+from .attention import SoftmaxAttention
+from .base import Architecture, Host, refuse_arguments
+from .common import check_whole, macs_per_token, part_of, run_on_shapes
 from .hf_towers import holds_tower
 from .refused import reason_against
 
-__all__ = ["Architecture", "Host", "find_host"]
+__all__ = [
+    "Architecture",
+    "BlockOps",
+    "BlockShape",
+    "FusedStack",
+    "Host",
+    "Places",
+    "SoftmaxAttention",
+    "check_whole",
+    "find_host",
+    "macs_per_token",
+    "part_of",
+    "refuse_arguments",
+    "register_host",
+    "run_on_shapes",
+]
+
+HostFactory = Callable[[nn.Module], Host]
 
 # Class of a model, by module and name so that nothing is imported -> file and class of its host.
 # A model of a subclass is found too; the nearest class in its line of ancestors decides.
@@ -22,29 +49,49 @@ _HOSTS = {
     ("timm.models.naflexvit", "NaFlexVit"): ("timm_naflex", "TimmNaFlex"),
     ("mctf.models.hf_images", "ImageModel"): ("hf", "HFVision"),
 }
+_REGISTERED: dict[type[nn.Module], HostFactory] = {}
+
+
+def register_host(model_class: type[nn.Module], host: HostFactory) -> None:
+    """Have models of a class, and of its subclasses, fused by a host of your own.
+
+    host: called with the model whenever mctf needs its host; a class that takes the model does. It comes before mctf's
+        own host for the same class, and the last one registered counts.
+    """
+    if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
+        raise MctfError(f"expected a class of models, a subclass of torch.nn.Module, got {model_class!r}")
+    if not callable(host):
+        raise MctfError(f"expected a function or class that takes a model and gives its host, got {host!r}")
+    _REGISTERED[model_class] = host
 
 
 def find_host(model: nn.Module) -> Host:
     """The host of a model, every check done; raises MctfError with the module's name and the cure."""
     if not isinstance(model, nn.Module):
         raise MctfError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    place = _host_of(model)
-    if place is None:
+    factory = _factory_of(model)
+    if factory is None:
         raise MctfError(f"{type(model).__name__} {_refusal(model)}")
-    file, name = place
-    return getattr(import_module(f".{file}", __name__), name).of(model)
+    return factory(model)
 
 
-def _host_of(module: nn.Module) -> tuple[str, str] | None:
-    ancestors = [(cls.__module__, cls.__name__) for cls in type(module).__mro__]
-    known = next((_HOSTS[cls] for cls in ancestors if cls in _HOSTS), None)
-    return ("hf", "HFVision") if known is None and holds_tower(module) else known
+def _factory_of(module: nn.Module) -> HostFactory | None:
+    for cls in type(module).__mro__:
+        if cls in _REGISTERED:
+            return _REGISTERED[cls]
+        if (cls.__module__, cls.__name__) in _HOSTS:
+            return _own_host(*_HOSTS[cls.__module__, cls.__name__])
+    return _own_host("hf", "HFVision") if holds_tower(module) else None
+
+
+def _own_host(file: str, name: str) -> HostFactory:
+    return lambda model: getattr(import_module(f".{file}", __name__), name).of(model)
 
 
 def _refusal(model: nn.Module) -> str:
     """Why the model is refused, or where inside it a supported one sits."""
     for name, module in model.named_modules():
-        if _host_of(module) is not None:
+        if _factory_of(module) is not None:
             plain = all(part.isidentifier() for part in name.split("."))
             inside = f"model.{name}" if plain else f"model.get_submodule({name!r})"
             return f"is no model that mctf knows: fuse the one inside it, mctf.fuse({inside})"
@@ -52,4 +99,4 @@ def _refusal(model: nn.Module) -> str:
     known = "pass a Vision Transformer with global attention (DeiT, DINOv2, CLIP, SigLIP, EVA-02, BEiT, …)"
     if reason is not None:
         return f"cannot be fused, {reason}: {known}"
-    return f"is no model that mctf knows: {known}"
+    return f"is no model that mctf knows: {known}, or give it a host of your own by mctf.register_host"

@@ -58,6 +58,10 @@ class SoftmaxAttention:
     def attention_map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:
         return attention.attention_map(q, k, sizes=sizes, scale=self.scale, bias=self.bias)
 
+    def finish_context(self, context: Tensor, h: Tensor) -> Tensor:
+        """Blocks without a norm or a gate behind their attention do nothing."""
+        return context
+
     def fused(self, assignment: Assignment, weights: Tensor) -> Self:
         """Blocks that do not ask where their tokens are stay as they are."""
         return self

@@ -1,8 +1,9 @@
 """What a host is: a model of some library whose stack of blocks can be run by a method."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -31,27 +32,48 @@ class Architecture:
     second_head: int = 0
 
 
-class Host(StackHost, Protocol):
+class Host(StackHost):
     """A supported model. Only `install` and `uninstall` change it."""
 
     @property
+    @abstractmethod
     def container(self) -> nn.Module:
-        """The module that holds the blocks."""
+        """The module that holds the blocks and nothing else: the fused stack, once it is installed."""
 
+    @abstractmethod
     def install(self, stack: FusedStack) -> None:
         """Put the fused stack in the container's place."""
 
     @property
+    @abstractmethod
     def image_size(self) -> tuple[int, int]:
         """Height and width of the images the model was made for."""
 
     @property
-    def depth(self) -> int: ...
-    @property
+    @abstractmethod
     def class_token(self) -> bool:
         """Whether the first token is a class token."""
 
-    def architecture(self, image_size: tuple[int, int] | None) -> Architecture: ...
+    @abstractmethod
+    def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
+        """What the cost follows from, for images of this size or of the model's own."""
+
+    @property
+    def depth(self) -> int:
+        """How many blocks there are."""
+        return len(list(self.container.children()))
+
+    @property
+    def reads_every_token(self) -> bool:
+        """Models that iterate over their blocks get one token per input token whatever their head reads."""
+        return True
+
+    @property
+    def carries_places(self) -> bool:
+        return False
+
+    def arguments(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        return refuse_arguments(*args, **kwargs)
 
 
 def refuse_arguments(*args: object, **kwargs: object) -> Mapping[str, Any]:

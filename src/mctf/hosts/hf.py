@@ -15,7 +15,7 @@ from ..core.places import Places
 from ..errors import MctfError
 from ..kernels.patches import PatchProduct, is_patch_convolution
 from ..stack import FusedStack
-from .base import Architecture
+from .base import Architecture, Host
 from .hf_calls import BoundLayer, CallCheck, LayerForward, RefusedSaving, parameter_names, refuse_saving_around
 from .hf_cost import architecture
 from .hf_layers import check_layer
@@ -29,7 +29,7 @@ _NOT_IN_TOWER = ("output_attentions", "attention_mask", "head_mask")
 
 
 @dataclass(eq=False)
-class HFVision:
+class HFVision(Host):
     """One vision tower, alone or inside a larger model.
 
     model: what was fused. tower: the part of it that embeds images and runs the layers; name: its name in there.
@@ -121,10 +121,6 @@ class HFVision:
         return height, width
 
     @property
-    def depth(self) -> int:
-        return len(self.container)  # type: ignore[arg-type]
-
-    @property
     def class_token(self) -> bool:
         return any(hasattr(self.tower.embeddings, name) for name in ("cls_token", "class_embedding"))
 
@@ -134,10 +130,6 @@ class HFVision:
         registers = getattr(embeddings, "register_tokens", None)
         more = int(hasattr(embeddings, "distillation_token")) + (0 if registers is None else registers.shape[1])
         return int(self.class_token) + more
-
-    @property
-    def reads_every_token(self) -> bool:
-        return True
 
     @property
     def carries_places(self) -> bool:

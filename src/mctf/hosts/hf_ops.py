@@ -59,9 +59,6 @@ class LayerOps(SoftmaxAttention):
     def split_heads(self, flat: Tensor) -> Tensor:
         return flat.unflatten(2, (self.parts.heads, self.parts.head_size)).transpose(1, 2)
 
-    def finish_context(self, context: Tensor, h: Tensor) -> Tensor:
-        return context
-
     def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
         for step in self.parts.after_attention:
             context = step(context)

@@ -17,12 +17,12 @@ from ..errors import MctfError
 from ..kernels.patches import PatchProduct, is_patch_convolution
 from ..methods.base import BlockOps
 from ..stack import FusedStack
-from .base import Architecture, refuse_arguments
+from .base import Architecture, Host
 from .common import check_whole, macs_per_token, run_on_shapes
 
 
 @dataclass(eq=False)
-class TimmHost:
+class TimmHost(Host):
     """One model of timm. Heads are looked at when asked: `reset_classifier` may change them any time.
 
     known: the block classes whose pieces are rebuilt here, each with the attention classes it may hold.
@@ -82,28 +82,12 @@ class TimmHost:
         return tuple(self.embedding.img_size or (224, 224))
 
     @property
-    def depth(self) -> int:
-        return len(self.model.blocks)
-
-    @property
     def class_token(self) -> bool:
         return self.model.cls_token is not None
 
     @property
     def protected(self) -> int:
         return self.model.num_prefix_tokens
-
-    @property
-    def reads_every_token(self) -> bool:
-        """Models that iterate over their blocks get one token per input token whatever their head reads."""
-        return True
-
-    @property
-    def carries_places(self) -> bool:
-        return False
-
-    def arguments(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        return refuse_arguments(*args, **kwargs)
 
     def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> BlockOps:
         raise NotImplementedError
@@ -122,7 +106,7 @@ class TimmHost:
             blocks=tuple(self.block_shape(block) for block in model.blocks.children()),
             stem=stem + tokens * macs_per_token(getattr(model, "norm_pre", None)),
             head=self.head_cost(tokens),
-            head_per_token=self.head_per_token(),
+            head_per_token=macs_per_token(model.norm),
             reads_every_token=self.reads_every_token,
         )
 
@@ -142,10 +126,6 @@ class TimmHost:
     def _patches(self, embedded: Any) -> int:
         """How many patches the embedding made of one image."""
         return embedded.numel() // self.model.embed_dim
-
-    def head_per_token(self) -> int:
-        """Multiply-adds after the blocks for every token that leaves them."""
-        return macs_per_token(self.model.norm)
 
     def head_cost(self, tokens: int) -> int:
         """Multiply-adds of pooling and classifier; whatever reads more than the class token reads all tokens."""

@@ -1,4 +1,4 @@
-"""What T2T-ViT and LV-ViT share beside timm's VisionTransformer, whose blocks, heads and feature maps they use.
+"""What the models of this package share beside timm's VisionTransformer, whose blocks, heads and feature maps they use.
 
 Axes: B images, H W pixels, N tokens, C channels.
 """
@@ -17,7 +17,7 @@ from ..errors import MctfError
 
 PATCH = 16  # pixels a token stands for, in each direction
 
-# Arguments of timm's VisionTransformer that hold for both families. The norm stays before the pooling whatever the
+# Arguments of timm's VisionTransformer that hold for T2T-ViT and LV-ViT. The norm stays before the pooling whatever the
 # pooling is, so that the keys of a state_dict never change.
 COMMON: dict[str, Any] = {
     "patch_size": PATCH,
@@ -42,35 +42,38 @@ class ConstantScale(nn.Module):
 
 
 class Stem(nn.Module):
-    """A stem that gives one token for each 16 x 16 pixels, with what timm's VisionTransformer asks of one."""
+    """A stem that gives one token for each square of pixels, with what timm's VisionTransformer asks of one."""
 
-    def __init__(self, img_size: int | tuple[int, int]) -> None:
+    def __init__(self, img_size: int | tuple[int, int], *, patch: int = PATCH) -> None:
         super().__init__()
-        self.patch_size = (PATCH, PATCH)
+        self.patch_size = (patch, patch)
         self.set_input_size(img_size)
 
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
         """Take images of another height and width; the weights do not depend on it."""
-        if patch_size not in (None, PATCH, self.patch_size):
-            raise MctfError(f"patch_size={patch_size} cannot be set: this stem always gives a token for 16x16 pixels")
+        patch = self.patch_size[0]
+        if patch_size not in (None, patch, self.patch_size):
+            raise MctfError(
+                f"patch_size={patch_size} cannot be set: this stem always gives a token for {patch}x{patch} pixels"
+            )
         if img_size is None:
             return
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
-        if height <= 0 or width <= 0 or height % PATCH or width % PATCH:
-            raise MctfError(f"images of {height}x{width} do not divide into tokens: give multiples of {PATCH} pixels")
+        if height <= 0 or width <= 0 or height % patch or width % patch:
+            raise MctfError(f"images of {height}x{width} do not divide into tokens: give multiples of {patch} pixels")
         self.img_size = (height, width)
         self.grid_size = self.dynamic_feat_size(self.img_size)
         self.num_patches = self.grid_size[0] * self.grid_size[1]
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
         """Pixels a token stands for."""
-        return PATCH if as_scalar else self.patch_size
+        return self.patch_size[0] if as_scalar else self.patch_size
 
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of tokens."""
-        return img_size[0] // PATCH, img_size[1] // PATCH
+        return img_size[0] // self.patch_size[0], img_size[1] // self.patch_size[1]
 
     def check(self, images: Tensor) -> None:
         """Refuse images of a size that the positions were not made for."""

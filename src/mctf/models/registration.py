@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _REGISTRY = "timm.models"
-_FAMILIES = ("t2t_vit", "lv_vit")
+_FAMILIES = ("t2t_vit", "lv_vit", "embedded")
 
 
 def register() -> None:

@@ -51,7 +51,7 @@ class Recipe:
     batch: int = option(128, whole(1), "Images a batch, in each process.")
     augmentation: str = option("strong", word("none", "weak", "strong"), "Random changes of the images.")
     colour_jitter: float = option(0.0, _share, "Most change of brightness, contrast and saturation.")
-    repeated: int = option(1, whole(1), "How often an epoch shows an image, each time augmented anew.")
+    repeated: int = option(1, whole(1), "How often an epoch shows each of its images, augmented anew.")
     workers: int | None = option(None, optional(whole(0)), "Processes that read images.", decides=False)
     in_memory: str = option("auto", word("auto", "yes", "no"), "Decode all images once, augment on the device.")
     on_corrupt: str = option("skip", word("skip", "stop"), "What to do about an unreadable image.")

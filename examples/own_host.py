@@ -1,0 +1,145 @@
+"""A host for the model of own_vit.py: all that mctf has to be told about it. docs/adding_a_host.md explains it.
+
+Run it to see the model fused: python examples/own_host.py
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mctf
+from mctf.hosts import (
+    Architecture,
+    BlockShape,
+    FusedStack,
+    Host,
+    Places,
+    SoftmaxAttention,
+    check_whole,
+    macs_per_token,
+    part_of,
+    run_on_shapes,
+)
+from own_vit import Layer, OwnViT
+
+
+class LayerOps(SoftmaxAttention):
+    """What a layer can do, piece by piece, through its own modules.
+
+    Axes: B images, H heads, N tokens, C channels, d channels a head.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.attention = layer.attention
+        self.width = layer.attention.outward.in_features
+
+    @property
+    def scale(self) -> float:
+        return (self.width // self.attention.heads) ** -0.5
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def norm1(self, x: Tensor) -> Tensor:
+        return self.layer.norms[0](x)
+
+    def queries_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = part_of(self.attention.inward, h, 0, 2 * self.width).chunk(2, dim=2)
+        return self.split_heads(q), self.split_heads(k)
+
+    def values(self, h: Tensor) -> Tensor:
+        return part_of(self.attention.inward, h, 2 * self.width, 3 * self.width)
+
+    def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = map(self.split_heads, self.attention.inward(h).chunk(3, dim=2))
+        return q, k, v
+
+    def split_heads(self, flat: Tensor) -> Tensor:
+        return flat.unflatten(2, (self.attention.heads, -1)).transpose(1, 2)  # B N (H d) -> B H N d
+
+    def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
+        return x + self.layer.scales[0] * self.attention.outward(context)
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        return x + self.layer.scales[1] * self.layer.mlp(self.layer.norms[1](x))
+
+
+@dataclass(eq=False)
+class OwnHost(Host):
+    """One OwnViT. Whatever the pieces would get wrong is refused when the host is made."""
+
+    model: Any
+    class_token = True
+    protected = 1  # the summary token
+
+    def __post_init__(self) -> None:
+        for name, layer in self.container.named_children():
+            if type(layer) is not Layer:
+                raise mctf.MctfError(f"layers.{name} is a {type(layer).__name__}: this host knows Layer alone")
+            check_whole(f"layers.{name}", layer)
+            check_whole(f"layers.{name}.attention", layer.attention)
+
+    @property
+    def container(self) -> nn.Module:
+        return self.model.layers
+
+    def install(self, stack: FusedStack) -> None:
+        self.model.layers = stack
+
+    def uninstall(self, stack: FusedStack) -> None:
+        self.model.layers = stack.restored()
+
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> LayerOps:
+        return LayerOps(block)
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        return self.model.image, self.model.image
+
+    def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
+        if image_size not in (None, self.image_size):
+            raise mctf.MctfError(f"the model takes images of {self.model.image} pixels only")
+        images = torch.empty(1, 3, *self.image_size, device="meta")
+        _, stem = run_on_shapes(self.model.patches, lambda patches: patches(images))
+        return Architecture(
+            name="own_vit",
+            tokens=self.model.positions.shape[1],
+            protected=self.protected,
+            blocks=tuple(block_shape(layer) for layer in self.container.children()),
+            stem=stem,
+            head=macs_per_token(self.model.norm, self.model.classify),  # of the summary token alone
+            head_per_token=0,
+            reads_every_token=self.reads_every_token,
+        )
+
+
+def block_shape(layer: Any) -> BlockShape:
+    width = layer.attention.outward.in_features
+    mlp = macs_per_token(layer.mlp)
+    return BlockShape(channels=width, attention=width, heads=layer.attention.heads, mlp=mlp, norms=width)
+
+
+mctf.register_host(OwnViT, OwnHost)
+
+
+@torch.no_grad()
+def main() -> None:
+    """Fuse the model, show what that does, and take it back."""
+    model, images = OwnViT().eval(), torch.randn(2, 3, 64, 64)
+    plain = model(images)
+    print(mctf.plan(model, r=8))
+    mctf.fuse(model, r=0)
+    print("r = 0 is the plain model bit for bit:", torch.equal(model(images), plain))
+    mctf.set_r(model, 8)
+    with mctf.trace(model) as trace:
+        fused = model(images)
+    print(f"r = 8 leaves {trace.token_counts} tokens and moves a score by {(fused - plain).abs().max():.3f} at most")
+    print("unfused it is as before:", torch.equal(mctf.unfuse(model)(images), plain))
+
+
+if __name__ == "__main__":
+    main()
