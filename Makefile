@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format clean
+.PHONY: demo test check docs format clean
 
 demo: .venv/ready
 	$(BIN)/mctf demo
@@ -15,6 +15,9 @@ check: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: .venv/ready
+	$(BIN)/python tests/model_page.py
 
 format: .venv/ready
 	$(BIN)/ruff format .

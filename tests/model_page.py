@@ -1,16 +1,26 @@
-"""Writes docs/models.md from the test matrix: `python tests/model_page.py`. A test keeps the page as it should be."""
+"""Writes docs/models.md from the test matrix: `make docs`. A test keeps the page as it should be."""
 
+from collections import defaultdict
 from pathlib import Path
 
+import torch
+
+import mctf
 from families import FAMILIES, Family
+from mctf.hosts.hf_towers import TOWERS
 from mctf.hosts.refused import FAMILIES as REFUSED
+from mctf.models.loading import create_empty
+from model_features import features_of
+from models import NAMES, family_of, make, make_images, run
+from test_timm_hosts import REAL
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+PUBLISHED = ("deit_small_patch16_224", "t2t_vit_t_14", "t2t_vit_t_19", "lvvit_t", "lvvit_s", "lvvit_m")
 
 TOP = """\
 # Models
 
-This page is made from the test matrix by `python tests/model_page.py`; what is not in the matrix is not on it.
+`make docs` writes this page from the test matrix; what is not in the matrix is not on it.
 
 Every configuration below is a tiny model with random LayerScale, norms, biases, registers and positions. For each one
 the tests ask that r = 0 is the plain model bit for bit, that fusing agrees with a slow reference (one image at a time,
@@ -18,11 +28,31 @@ an explicit attention map) to 1e-5, that images do not disturb each other, that 
 `unfuse`, copies, state_dicts and gradients are right, that one compiled graph equals eager for each family, and that
 fvcore counts what `mctf.plan` says.
 
-| library and class | known as | configurations in the matrix |
+| library and class | known as | with, in the tests | configurations in the matrix |
+|---|---|---|---|
+"""
+
+NAMES_TOP = """
+Names that `mctf plan NAME` is tested with; others of the same class work alike:
+
+| class | names |
+|---|---|
+"""
+
+INSIDE = """
+Of transformers, whatever model holds one of these towers is fused there, text towers, heads and decoders left alone:
+"""
+
+METHODS_TOP = """
+## Methods
+
+Each method was run on each configuration when this page was made:
+
+| method | | works with |
 |---|---|---|
 """
 
-POSITIONS = """
+OUTPUTS = """
 ## Positions that enter every block
 
 Rotary tables (EVA-02, DINOv3, …) and relative position biases (BEiT, …) belong to places of the image, not to tokens.
@@ -31,8 +61,11 @@ both, so its logits are the mean over those that its content would have at each 
 
 ## What every model gives
 
-Class scores as ever. Feature maps (`forward_intermediates`, `features_only`) have one value per patch, whatever was
-fused. NaFlexVit takes batches of images of one size; padded batches need a mask, and masks are refused.
+Class scores as ever. Feature maps (`forward_intermediates`, `features_only`, backbones and hidden states of
+transformers) have one value per patch, whatever was fused. `forward_features` has too, but for timm's
+`VisionTransformer` that reads its class token alone: its tokens stay fused, unless it was fused with
+`mctf.fuse(model, dense=True)`, for heads of your own on top. NaFlexVit takes batches of images of one size; padded
+batches need a mask, and masks are refused.
 
 ## Refused, with the reason
 
@@ -40,15 +73,60 @@ fused. NaFlexVit takes batches of images of one size; padded batches need a mask
 |---|---|
 """
 
+BOTTOM = """
+[architecture.md](architecture.md#what-is-refused-and-why) lists what else is refused: hooks, masks, other blocks than a
+host knows. A model of your own can have [a host of your own](adding_a_host.md).
+"""
 
-def row(family: Family) -> str:
-    return f"| {family.title} | {family.known_as} | {', '.join(family.builders)} |\n"
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def family_row(family: Family) -> str:
+    made = [make(name) for name in family.builders]
+    features = dict.fromkeys(feature for model in made for feature in features_of(model))
+    return row(family.title, family.known_as, ", ".join(features), ", ".join(family.builders))
+
+
+def name_rows() -> str:
+    """Model names by the class of the family that knows them."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name in (*PUBLISHED, *(name for name, _ in REAL)):
+        names[family_of(create_empty(name)).title].append(f"`{name}`")
+    return "".join(row(title, ", ".join(names[title])) for title in names)
+
+
+@torch.no_grad()
+def refusal(name: str, method: str) -> str | None:
+    """Why a method does not work with a model of the matrix; None where it gives finite numbers."""
+    model = make(name)
+    try:
+        output = run(mctf.fuse(model, method), make_images(model, 1))
+    except mctf.MctfError as error:
+        return str(error)
+    if not output.isfinite().all():
+        raise AssertionError(f"{method} on {name} gives numbers that are not finite")
+    return None
+
+
+def method_row(method: str, summary: str) -> str:
+    refused: dict[str, list[str]] = defaultdict(list)
+    for name in NAMES:
+        reason = refusal(name, method)
+        if reason is not None:
+            refused[reason].append(name)
+    but = "; ".join(f"not {', '.join(names)}: {reason}" for reason, names in refused.items())
+    return row(f"`{method}`", summary, but or "every configuration")
 
 
 def page() -> str:
-    refused = "".join(f"| {reason} | {', '.join(names)} |\n" for reason, names in REFUSED.items())
-    return TOP + "".join(row(family) for family in FAMILIES) + POSITIONS + refused
+    families = "".join(map(family_row, FAMILIES)) + NAMES_TOP + name_rows()
+    towers = INSIDE + ", ".join(sorted(TOWERS)) + ".\n"
+    methods = METHODS_TOP + "".join(method_row(*method) for method in mctf.methods().items())
+    refused = "".join(row(reason, ", ".join(names)) for reason, names in REFUSED.items())
+    return TOP + families + towers + methods + OUTPUTS + refused + BOTTOM
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(), encoding="utf-8")

@@ -6,7 +6,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

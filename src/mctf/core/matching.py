@@ -28,7 +28,7 @@ def match_one_way(scores: Tensor, r: int, *, protected: int) -> Assignment:
     scores: B Na Nb. Output order: protected, remaining alpha in old order, all beta in old order.
     """
     strength, target = scores.max(dim=2)
-    leaves = _rank_descending(strength) < r
+    leaves = rank_descending(strength) < r
     alpha_kept = protected + (~leaves).cumsum(1) - 1
     beta_slots = torch.arange(scores.shape[2], device=scores.device) + (protected + scores.shape[1] - r)
     alpha_slots = torch.where(leaves, beta_slots[target], alpha_kept)
@@ -45,18 +45,18 @@ def match_bidirectional(scores: Tensor, r: int, *, protected: int) -> Assignment
     forth = r // 2
     back = r - forth
     strength, target = scores.max(dim=2)
-    leaves = _rank_descending(strength) < forth
+    leaves = rank_descending(strength) < forth
     alpha_kept = protected + (~leaves).cumsum(1) - 1
 
     strength, host = scores.masked_fill(leaves[:, :, None], float("-inf")).max(dim=1)
-    rank = _rank_descending(strength)
+    rank = rank_descending(strength)
     first_beta_slot = protected + scores.shape[1] - forth
     beta_slots = torch.where(rank < back, alpha_kept.gather(1, host), rank + (first_beta_slot - back))
     alpha_slots = torch.where(leaves, beta_slots.gather(1, target), alpha_kept)
     return _join(alpha_slots, beta_slots, protected, r)
 
 
-def _rank_descending(values: Tensor) -> Tensor:
+def rank_descending(values: Tensor) -> Tensor:
     """Place of each value when sorted from large to small, equal values by index: B n."""
     order = values.argsort(dim=1, descending=True, stable=True)
     places = torch.arange(values.shape[1], device=values.device).expand_as(order)

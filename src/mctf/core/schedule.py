@@ -70,11 +70,12 @@ def _check_blocks(blocks: Iterable[int], depth: int) -> tuple[int, ...]:
 
 def tokens_to_fuse(entry: Entry, tokens: int, *, protected: int, min_tokens: int) -> int:
     """r = max(0, min(r, N - min_tokens, (N - protected) // 2)) for one block with N tokens."""
-    asked = _asked(entry, tokens - protected)
+    asked = tokens_asked(entry, tokens - protected)
     return max(0, min(asked, tokens - min_tokens, (tokens - protected) // 2))
 
 
-def _asked(entry: Entry, free: int) -> int:
+def tokens_asked(entry: Entry, free: int) -> int:
+    """The count itself, or that ratio of the free tokens rounded down."""
     # 0.29 * 100 is 28.999…: a ratio that means a whole number gets it
     return entry if isinstance(entry, int) else math.floor(entry * free + 1e-9)
 
@@ -90,8 +91,9 @@ class Reduction:
 
 
 class Leaving(Protocol):
-    """How many tokens leave a block and how many go on; what a method answers."""
+    """How many tokens are to leave a block, how many do and how many go on; what a method answers."""
 
+    def asked(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int: ...
     def leaving(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int: ...
     def remaining(self, tokens: int, r: int) -> int: ...
 
@@ -101,9 +103,10 @@ def reductions(schedule: Sequence[Entry], tokens: int, *, protected: int, method
     initial, steps = tokens, []
     for index, entry in enumerate(schedule):
         stage = stage_of(schedule, index)
+        asked = method.asked(entry, tokens, protected=protected, initial=initial, stage=stage)
         taken = method.leaving(entry, tokens, protected=protected, initial=initial, stage=stage)
         remaining = method.remaining(tokens, taken)
-        steps.append(Reduction(tokens, _asked(entry, tokens - protected), taken, remaining))
+        steps.append(Reduction(tokens, asked, taken, remaining))
         tokens = remaining
     return steps
 

@@ -6,11 +6,14 @@ from types import ModuleType
 
 from ..errors import MctfError, did_you_mean
 from .base import Method
+from .bat import BAT
+from .evit import EViT
 from .free_drop import FreeDrop
 from .mctf import MCTF, MCTFExact
+from .random_drop import RandomDrop
 from .tome import ToMe
 
-_REGISTRY: dict[str, type[Method]] = {cls.name: cls for cls in (MCTF, MCTFExact, ToMe, FreeDrop)}
+_REGISTRY: dict[str, type[Method]] = {cls.name: cls for cls in (MCTF, MCTFExact, ToMe, EViT, BAT, RandomDrop, FreeDrop)}
 
 
 def methods() -> dict[str, str]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..core.assignment import Assignment
 from ..core.cost import BlockShape, Cost
-from ..core.schedule import Entry, ReductionSpec, tokens_to_fuse
+from ..core.schedule import Entry, ReductionSpec, tokens_asked, tokens_to_fuse
 from ..errors import MctfError
 
 
@@ -153,6 +153,10 @@ class Method(ABC):
     @abstractmethod
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         """Multiply-adds of `run`."""
+
+    def asked(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+        """How many tokens are to leave by what the user wrote, before `leaving` caps it where too few would remain."""
+        return tokens_asked(entry, tokens - protected)
 
     def leaving(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         """How many of `tokens` leave a block whose schedule says `entry`.

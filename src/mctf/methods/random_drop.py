@@ -1,0 +1,66 @@
+"""Dropping tokens by chance: the floor that any method which looks at its tokens must rise above.
+
+Not a method to use. Before each block r of the unprotected tokens go. Which ones follows from the seed, the number of
+the block and the number of tokens alone: the same places for every image, in every batch, on every device, eager or
+compiled. No generator is asked: places are sorted by a hash, which a compiled model computes as well.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..core.assignment import Assignment
+from ..core.cost import BlockShape, Cost
+from ..errors import MctfError
+from .base import BlockOps, Method, Step, Turn
+
+_FACTOR = 6364136223846793005  # odd and without pattern: Knuth's multiplier for 64-bit congruential generators
+
+
+@dataclass(frozen=True)
+class RandomDrop(Method):
+    """Drops r tokens before each block but the first, whatever they show.
+
+    seed: a whole number from 0 on; another seed drops other tokens.
+    """
+
+    seed: int = 0
+
+    name: ClassVar[str] = "random"
+    summary: ClassVar[str] = "Control: tokens are dropped by chance, the floor on fidelity"
+    min_tokens: ClassVar[int] = 10
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise MctfError(f"seed={self.seed!r} must be a whole number from 0 to 2**32 - 1")
+
+    def default_blocks(self, depth: int) -> range:
+        return range(1, depth)
+
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
+        if turn.r == 0:
+            return Step(block.plain(x), None)
+        batch, tokens, _ = x.shape
+        order = turn.protected + _shuffled(tokens - turn.protected, (self.seed << 8) + turn.index, x.device)
+        stays = torch.ones(tokens, dtype=torch.long, device=x.device).index_fill(0, order[: turn.r], 0)
+        kept = torch.cat([torch.arange(turn.protected, device=x.device), order[turn.r :].sort().values])
+        # to have a place at all, a dropped token is mapped to the one before it that stays, where it counts for nothing
+        slots = (stays.cumsum(0) - 1).clamp_min(turn.protected)
+        assignment = Assignment(slots.expand(batch, -1), tokens - turn.r)
+        weights = stays.float().expand(batch, -1)
+        return Step(block.fused(assignment, weights).plain(x.index_select(1, kept)), None, assignment, weights)
+
+    def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
+        cost = shape.plain(tokens - r)
+        return Cost(paper=cost, run=cost)
+
+
+def _shuffled(places: int, key: int, device: torch.device) -> Tensor:
+    """0 .. places - 1 in an order that looks random and follows from the key alone; int64 products wrap around."""
+    value = torch.arange(places, device=device) + (key << 20)
+    for shift in (29, 32):
+        value = value * _FACTOR
+        value = value ^ (value >> shift)
+    return (value * _FACTOR).argsort()
