@@ -1,16 +1,18 @@
 """Writes docs/models.md from the test matrix: `make docs`. A test keeps the page as it should be."""
 
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import mctf
 from families import FAMILIES, Family
 from mctf.hosts.hf_towers import TOWERS
 from mctf.hosts.refused import FAMILIES as REFUSED
 from mctf.models.loading import create_empty
-from model_features import features_of
+from model_features import FEATURES, features_of
 from models import NAMES, family_of, make, make_images, run
 from test_timm_hosts import REAL
 
@@ -33,7 +35,7 @@ fvcore counts what `mctf.plan` says.
 """
 
 NAMES_TOP = """
-Names that `mctf plan NAME` is tested with; others of the same class work alike:
+Names that `mctf plan NAME` was tried with; other models of these classes have the same host:
 
 | class | names |
 |---|---|
@@ -84,46 +86,53 @@ def row(*cells: str) -> str:
 
 
 def family_row(family: Family) -> str:
-    made = [make(name) for name in family.builders]
-    features = dict.fromkeys(feature for model in made for feature in features_of(model))
+    found = {feature for name in family.builders for feature in features_of(make(name))}
+    features = [feature for feature in FEATURES if feature in found]
     return row(family.title, family.known_as, ", ".join(features), ", ".join(family.builders))
 
 
 def name_rows() -> str:
-    """Model names by the class of the family that knows them."""
+    """Model names by the family that knows them, each of them planned."""
     names: dict[str, list[str]] = defaultdict(list)
     for name in (*PUBLISHED, *(name for name, _ in REAL)):
-        names[family_of(create_empty(name)).title].append(f"`{name}`")
+        model = create_empty(name)
+        mctf.plan(model)
+        names[family_of(model).title].append(f"`{name}`")
     return "".join(row(title, ", ".join(names[title])) for title in names)
 
 
 @torch.no_grad()
-def refusal(name: str, method: str) -> str | None:
+def refusal(model: nn.Module, method: str) -> str | None:
     """Why a method does not work with a model of the matrix; None where it gives finite numbers."""
-    model = make(name)
     try:
         output = run(mctf.fuse(model, method), make_images(model, 1))
     except mctf.MctfError as error:
         return str(error)
+    mctf.unfuse(model)
     if not output.isfinite().all():
-        raise AssertionError(f"{method} on {name} gives numbers that are not finite")
+        raise AssertionError(f"{method} on a {type(model).__name__} gives numbers that are not finite")
     return None
 
 
-def method_row(method: str, summary: str) -> str:
-    refused: dict[str, list[str]] = defaultdict(list)
+def method_rows(methods: dict[str, str]) -> str:
+    refused: dict[str, dict[str, list[str]]] = {method: defaultdict(list) for method in methods}
     for name in NAMES:
-        reason = refusal(name, method)
-        if reason is not None:
-            refused[reason].append(name)
-    but = "; ".join(f"not {', '.join(names)}: {reason}" for reason, names in refused.items())
-    return row(f"`{method}`", summary, but or "every configuration")
+        model = make(name)
+        for method in methods:
+            reason = refusal(model, method)
+            if reason is not None:
+                refused[method][reason].append(name)
+    return "".join(row(f"`{method}`", summary, _works_with(refused[method])) for method, summary in methods.items())
+
+
+def _works_with(refused: dict[str, list[str]]) -> str:
+    return "; ".join(f"not {', '.join(names)}: {reason}" for reason, names in refused.items()) or "every configuration"
 
 
 def page() -> str:
     families = "".join(map(family_row, FAMILIES)) + NAMES_TOP + name_rows()
-    towers = INSIDE + ", ".join(sorted(TOWERS)) + ".\n"
-    methods = METHODS_TOP + "".join(method_row(*method) for method in mctf.methods().items())
+    towers = INSIDE + textwrap.fill(", ".join(sorted(TOWERS)), width=120) + ".\n"
+    methods = METHODS_TOP + method_rows(mctf.methods())
     refused = "".join(row(reason, ", ".join(names)) for reason, names in REFUSED.items())
     return TOP + families + towers + methods + OUTPUTS + refused + BOTTOM
 

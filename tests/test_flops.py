@@ -12,7 +12,7 @@ from fvcore.nn.jit_handles import get_shape
 from torch import Tensor, nn
 
 import mctf
-from models import METHODS, NAMES, family_of, make, make_images, run
+from models import METHODS, NAMES, PAIRS, family_of, make, make_images, run
 from shared_data import SHARED, needs_shared
 
 TABLE = "paper/flops_accuracy_by_r.csv"
@@ -88,8 +88,7 @@ def test_fvcore_counts_the_plain_model_alike(name: str) -> None:
     assert plan.gflops == plan.gflops_base == pytest.approx(plan.gflops_run - second_head, rel=EXACT)
 
 
-@pytest.mark.parametrize("method", ["mctf", "tome"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "method"), PAIRS)
 @torch.no_grad()
 def test_fvcore_counts_the_fused_model_alike(name: str, method: str) -> None:
     model, r = make(name), [3, 20, 0, 0.3]

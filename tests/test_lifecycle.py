@@ -196,9 +196,9 @@ def test_a_trace_survives_another_that_ends_during_its_pass() -> None:
 
     class Leaving:
         def record(self, *_: object) -> None:
-            model.blocks._traces.remove(self)
+            model.blocks._watchers.remove(self)
 
-    model.blocks._traces.append(Leaving())
+    model.blocks._watchers.append(Leaving())
     with mctf.trace(model) as trace:
         model(make_images(model, 1))
     assert len(trace.blocks) == 4

@@ -87,6 +87,16 @@ def test_blocks_add_up() -> None:
     assert base.saved == 0
 
 
+def test_published_costs_leave_out_lv_vit_s_second_head() -> None:
+    plan = mctf.plan("lvvit_s", r=0)
+    assert plan.gflops == plan.gflops_base
+    assert plan.saved == 0
+    assert plan.gflops_run - plan.gflops == pytest.approx(196 * 384 * 1000 / 1e9)  # patches, channels, classes
+    fused = mctf.plan("lvvit_s", r=8)
+    assert fused.gflops_base == plan.gflops_base
+    assert fused.gflops == pytest.approx(4.93, abs=0.02)
+
+
 @torch.no_grad()
 def test_planning_changes_nothing_and_needs_no_run() -> None:
     model = make("plain")

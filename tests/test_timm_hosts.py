@@ -56,14 +56,13 @@ def test_patches_dropped_in_training_take_their_places_along(name: str) -> None:
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["eva02", "eva_post_norm"])
-@pytest.mark.parametrize("call", ["forward", "forward_features", "forward_intermediates"])
-def test_attention_masks_are_refused(name: str, call: str) -> None:
+@pytest.mark.parametrize("argument", ["attn_mask", "is_causal"])
+@pytest.mark.parametrize("name", ["eva02", "eva_post_norm", "naflex", "beit", "cait"])
+def test_block_arguments_that_tokens_cannot_follow_are_refused(name: str, argument: str) -> None:
     model = mctf.fuse(make(name), r=4)
-    tokens = family_of(model).tokens(model)
-    mask = torch.zeros(tokens, tokens)
-    text = "a fused model takes no attention mask"
-    assert_refused(model, text, lambda: getattr(model, call)(make_images(model, 1), attn_mask=mask))
+    tokens = equal_tokens(model, 1).float()
+    block = next(iter(model.blocks))
+    assert_refused(model, "takes no attention mask", lambda: block(tokens, **{argument: torch.ones(())}))
 
 
 def patches_of_two_sizes() -> dict[str, Tensor]:

@@ -116,7 +116,7 @@ def test_a_trace_ends_with_an_error() -> None:
     model = mctf.fuse(make("plain"), r=8)
     with pytest.raises(RuntimeError, match="stop"), mctf.trace(model):
         raise RuntimeError("stop")
-    assert model.blocks._traces == []
+    assert model.blocks._watchers == []
 
 
 @torch.no_grad()

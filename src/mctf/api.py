@@ -1,17 +1,16 @@
 """Three verbs: fuse a model, take it back, change how much is fused."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import nn
 
-from .core.schedule import Entry, ReductionSpec, make_schedule, read_blocks
+from .core.schedule import ReductionSpec, make_schedule, read_blocks
 from .errors import MctfError
-from .hosts import Host, find_host
+from .hosts import find_host
+from .learned import LAYERS, make_layers
 from .methods import make_method
-from .methods.base import Method, check_switches
+from .methods.base import check_switches
 from .stack import FusedStack
-
-LAYERS = "token_reduction"  # where a learned method's own layers are in the model and its state_dict
 
 
 def fuse(
@@ -38,26 +37,17 @@ def fuse(
     check_switches(dense=dense)
     chosen = read_blocks(blocks)
     made = make_method(method, options)
-    if _find_stack(model) is not None:
+    if find_stack(model) is not None:
         raise MctfError("the model is fused already: mctf.set_r changes r; mctf.unfuse comes before another method")
     host = find_host(model)
     made = made.suited(class_token=host.class_token)
     r = made.default_r if r is None else r
     schedule = make_schedule(r, depth=host.depth, blocks=chosen, default_blocks=made.default_blocks(host.depth))
-    layers = _make_layers(model, host, made, schedule)
+    layers = make_layers(model, host, made, schedule)
     host.install(FusedStack(host.container, host, made, r=r, blocks=chosen, dense=dense, layers=layers))
     if layers is not None:
         model.add_module(LAYERS, layers)
     return model
-
-
-def _make_layers(model: nn.Module, host: Host, method: Method, schedule: Sequence[Entry]) -> nn.ModuleDict | None:
-    """The method's own layers, on the model's device and in its dtype."""
-    if type(method).make_layers is Method.make_layers:
-        return None
-    layers = method.make_layers(host.architecture(None).blocks, schedule)
-    weight = next(model.parameters())
-    return None if layers is None else layers.to(weight.device, weight.dtype).train(model.training)
 
 
 def unfuse(model: nn.Module) -> nn.Module:
@@ -75,13 +65,14 @@ def set_r(model: nn.Module, r: ReductionSpec) -> None:
 
 def fused_stack(model: nn.Module) -> FusedStack:
     """The fused stack inside a model; raises MctfError where there is none."""
-    stack = _find_stack(model)
+    stack = find_stack(model)
     if stack is None:
         raise MctfError("the model is not fused: run mctf.fuse(model, r=16) first")
     return stack
 
 
-def _find_stack(model: nn.Module) -> FusedStack | None:
+def find_stack(model: nn.Module) -> FusedStack | None:
+    """The fused stack inside a model, None where there is none."""
     if not isinstance(model, nn.Module):
         raise MctfError(f"expected a torch.nn.Module, got {type(model).__name__}")
     return next((module for module in model.modules() if isinstance(module, FusedStack)), None)

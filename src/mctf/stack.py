@@ -16,18 +16,16 @@ Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from .core.places import Places, places_after
-from .core.schedule import Entry, ReductionSpec, make_schedule, stage_of
+from .core.schedule import Entry, ReductionSpec, make_schedule, reductions, stage_of
 from .errors import MctfError
 from .methods.base import BlockOps, Method, Step, Turn
-
-if TYPE_CHECKING:
-    from .tracing import Trace
 
 
 class StackHost(Protocol):
@@ -59,6 +57,13 @@ class StackHost(Protocol):
     @abstractmethod
     def uninstall(self, stack: "FusedStack") -> None:
         """Take the stack out of the model again."""
+
+
+class Watcher(Protocol):
+    """Somebody who is told what every block does."""
+
+    def record(self, index: int, x: Tensor, step: Step) -> None:
+        """Block `index` was given x. Called in the thread of the pass, which need not be the watcher's."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,12 @@ class FusedStack(nn.Module):
         self.bound_block: type[BoundBlock] = BoundBlock  # what an iteration yields; a host may have its own kind
         self._layers = (layers,)  # in a tuple: not to be registered
         self._container = (container,)  # in a tuple: as an attribute it would register all blocks twice
-        self._traces: list[Trace] = []
+        self._watchers: list[Watcher] = []
+
+    @property
+    def layers(self) -> nn.ModuleDict | None:
+        """The method's own."""
+        return self._layers[0]
 
     def set_r(self, r: ReductionSpec) -> None:
         """Change how many tokens leave; takes effect with the next forward pass."""
@@ -151,20 +161,45 @@ class FusedStack(nn.Module):
         return state.spread(x) if spread else x
 
     def _step(self, index: int, x: Tensor, state: _State, arguments: Mapping[str, Any], initial: int) -> Step:
-        protected, entry, tokens = self.host.protected, self.schedule[index], x.shape[1]
-        stage = stage_of(self.schedule, index)
-        r = self.method.leaving(entry, tokens, protected=protected, initial=initial, stage=stage)
         block = self.host.ops(self[index], arguments, state.places)
-        turn = Turn(r, protected, index, len(self), state.carry, self._own_layers(index), self.training)
+        turn = Turn(
+            r=self._leaving(index, x.shape[1], initial),
+            protected=self.host.protected,
+            index=index,
+            depth=len(self),
+            carry=state.carry,
+            layers=self._own_layers(index),
+            training=self.training,
+            next_reduces=any(self.schedule[index + 1 : index + 2]),
+            entry=self.schedule[index],
+        )
         return self.method.run(block, x, state.sizes, turn)
 
+    def _leaving(self, index: int, tokens: int, initial: int) -> int:
+        """How many of `tokens` leave a block."""
+        protected = self.host.protected
+        if self.training and self.method.masks_in_training:
+            return reductions(self.schedule, initial, protected=protected, method=self.method)[index].taken
+        stage = stage_of(self.schedule, index)
+        return self.method.leaving(
+            self.schedule[index], tokens, protected=protected, initial=initial, stage=stage
+        )
+
     def _own_layers(self, index: int) -> nn.Module | None:
-        (layers,) = self._layers
-        return layers[str(index)] if layers is not None and str(index) in layers else None
+        return self.layers[str(index)] if self.layers is not None and str(index) in self.layers else None
+
+    @contextmanager
+    def watched_by(self, watcher: Watcher) -> Iterator[None]:
+        """While open, the watcher is told of every block of every pass, of other threads' as well."""
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
 
     def _record(self, index: int, x: Tensor, step: Step) -> None:
-        for trace in tuple(self._traces):  # another thread's trace may begin or end meanwhile
-            trace.record(index, x, step)
+        for watcher in tuple(self._watchers):  # another thread's may come or go meanwhile
+            watcher.record(index, x, step)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -187,7 +222,7 @@ class FusedStack(nn.Module):
         first.training = self.training
         first.bound_block = self.bound_block
         first.blocks = None if self.blocks is None else tuple(block for block in self.blocks if block < stop)
-        first._traces = self._traces
+        first._watchers = self._watchers
         return first
 
     def extra_repr(self) -> str:

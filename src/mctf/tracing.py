@@ -83,17 +83,13 @@ class Trace:
             self._blocks.clear()
         batch, tokens = x.shape[:2]
         identity = Assignment(torch.arange(tokens, device=x.device).expand(batch, -1), tokens)
-        sizes = torch.ones(batch, tokens, device=x.device) if step.sizes is None else step.sizes
+        sizes = torch.ones(step.x.shape[:2], device=x.device) if step.sizes is None else step.sizes
         self._blocks[index] = BlockTrace(step.assignment or identity, sizes, step.informativeness)
 
 
 @contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
     """Record what the fused model does: `with mctf.trace(model) as trace: model(images)`."""
-    stack = fused_stack(model)
     watcher = Trace()
-    stack._traces.append(watcher)
-    try:
+    with fused_stack(model).watched_by(watcher):
         yield watcher
-    finally:
-        stack._traces.remove(watcher)

@@ -132,7 +132,10 @@ def test_every_option_has_a_help_text() -> None:
     assert all(each.metadata["help"].endswith(".") for each in fields(Recipe))
 
 
-@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("recipes/**/*.toml")), ids=lambda path: path.stem)
+RECIPES = sorted(Path(__file__).parents[2].glob("recipes/**/*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_of_the_repository_can_be_read(path: Path) -> None:
     recipe = read_recipe(read_toml(path) | {"data": "images.zip"})
     assert recipe.model in path.read_text()

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api import fuse
+from ..api import fuse, fused_stack
 from ..core.schedule import ReductionSpec
 from ..data import Batch
 from ..errors import MctfError
 from ..models.sharing import copy_sharing_weights
 from ..processes import gather
 from .fidelity import Output, Scores, average, score
+from .measured import Measured, count_tokens, summarise
 from .plan import Plan, plan
 from .throughput import Pace
 
@@ -46,7 +47,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """One setting measured: percentages from 0 to 100, None where unknown. `Fidelity` says what they mean."""
+    """One setting measured: percentages from 0 to 100, None where unknown. `Fidelity` says what they mean.
+
+    mean_tokens: tokens leaving each block, in the mean over the images, where each image decides for itself; gflops is
+    then a mean over the images as well. None where both follow from the setting.
+    """
 
     r: ReductionSpec
     method: str
@@ -57,6 +62,7 @@ class Row:
     class_cosine: float | None
     gflops: float
     images_per_second: float
+    mean_tokens: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,17 +100,22 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], settings: Sequence[Sett
         _measure(everyone, pixels, batch.labels, classifies)
     for each in everyone:
         each.gather()
-    rows = [_row(setting.method, each, made) for setting, each, made in zip(settings, contenders, plans, strict=True)]
+    rows = [
+        _row(setting.method, each, made, each.measured(size))
+        for setting, each, made in zip(settings, contenders, plans, strict=True)
+    ]
     if plain not in contenders:
-        rows.insert(0, _row(BASE, plain, plan(model, r=0, image_size=size)))
-    return Evaluation(plain.images, tuple(rows), _notes(plans, classifies))
+        rows.insert(0, _row(BASE, plain, plan(model, r=0, image_size=size), None))
+    return Evaluation(plain.images, tuple(rows), _notes(plans, rows, classifies))
 
 
 @dataclass(eq=False)
 class _Contender:
-    """A model under one setting, with what was seen of it."""
+    """A model under one setting, with what was seen of it. counts: tokens of each image, where images decide."""
 
     model: nn.Module
+    adaptive: bool = False
+    counts: list[Tensor] = field(default_factory=list)
     pace: Pace = field(default_factory=Pace)
     seen: list[Scores] = field(default_factory=list)
     images_per_second: float = 0.0
@@ -114,7 +125,9 @@ class _Contender:
         """Every setting is fused, so that all of them are checked; r = 0 is then run as the plain model itself."""
         options = dict(setting.options)
         fused = fuse(copy_sharing_weights(model), setting.method, r=setting.r, blocks=setting.blocks, **options)
-        return cls((copy_sharing_weights(model) if setting.is_plain else fused).eval())
+        if setting.is_plain:
+            return cls(copy_sharing_weights(model).eval())
+        return cls(fused.eval(), adaptive=fused_stack(fused).method.adaptive)
 
     @property
     def images(self) -> int:
@@ -122,9 +135,14 @@ class _Contender:
 
     def gather(self) -> None:
         """Add what the other processes have seen; together they are as fast as their sum."""
-        parts = gather((self.seen, self.pace.images_per_second))
-        self.seen = [scores for seen, _ in parts for scores in seen]
-        self.images_per_second = sum(pace for _, pace in parts)
+        parts = gather((self.seen, self.counts, self.pace.images_per_second))
+        self.seen = [scores for seen, _, _ in parts for scores in seen]
+        self.counts = [counted for _, counts, _ in parts for counted in counts]
+        self.images_per_second = sum(pace for _, _, pace in parts)
+
+    def measured(self, image_size: tuple[int, int]) -> Measured | None:
+        """What the images cost; None where that follows from the setting."""
+        return summarise(self.model, torch.cat(self.counts), image_size=image_size) if self.adaptive else None
 
     def run(self, pixels: Tensor) -> Output:
         """The model's forward pass, timed, and then what its classifier has read."""
@@ -137,6 +155,8 @@ class _Contender:
         tokens, logits = self.pace.run(forward, images=len(pixels), device=pixels.device)
         if not logits.isfinite().all():
             raise MctfError(f"the model gives infinite or undefined numbers in {pixels.dtype}: use float32 or bfloat16")
+        if self.adaptive:  # in a pass of its own: watching takes time
+            self.counts.append(count_tokens(model, pixels))
         return Output(logits, model.forward_head(tokens, pre_logits=True))  # type: ignore[operator]
 
 
@@ -148,22 +168,27 @@ def _measure(contenders: Sequence[_Contender], pixels: Tensor, labels: Tensor | 
         contender.seen.append(score(output, reference, labels, classifies=classifies))
 
 
-def _row(method: str, contender: _Contender, made: Plan) -> Row:
+def _row(method: str, contender: _Contender, made: Plan, measured: Measured | None) -> Row:
     return Row(
         r=made.r,
         method=method,
         **asdict(average(contender.seen)),
-        gflops=made.gflops,
+        gflops=made.gflops if measured is None else measured.gflops,
         images_per_second=contender.images_per_second,
+        mean_tokens=None if measured is None else measured.token_counts,
     )
 
 
-def _notes(plans: Sequence[Plan], classifies: bool) -> tuple[str, ...]:
+def _notes(plans: Sequence[Plan], rows: Sequence[Row], classifies: bool) -> tuple[str, ...]:
     notes = []
     for each in plans:
         capped = [str(block) for block, step in enumerate(each.reductions) if step.taken < step.asked]
         if capped:
             notes.append(f"{each.method} r={each.r} is capped for want of tokens in block {', '.join(capped)}")
+    for row in rows:
+        if row.mean_tokens is not None:
+            counts = " ".join(f"{count:.1f}" for count in row.mean_tokens)
+            notes.append(f"{row.method} r={row.r} depends on the image (~): tokens leaving each block {counts}")
     if not classifies:
         notes.append("the model has no classifier: agreement, KL and accuracy are unknown")
     return tuple(notes)

@@ -5,12 +5,16 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ..core.schedule import Reduction, ReductionSpec, make_schedule, read_blocks, reductions
+from ..core.cost import Cost
+from ..core.schedule import Entry, Reduction, ReductionSpec, make_schedule, read_blocks, reductions
 from ..errors import MctfError
 from ..hosts import Architecture, find_host
 from ..methods import make_method
+from ..methods.adaptive import Adaptive
 from ..methods.base import Method, check_switches
 from ..models.loading import create_empty
+
+DEPENDS = "how many tokens leave depends on the image: token counts and GFLOPs are upper bounds"
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class Plan:
     gflops and gflops_base, that of the plain model, follow the paper's accounting (fvcore's convention: one FLOP a
     multiply-add). gflops_run counts what this implementation executes, which the paper's formula does not; with r = 0
     that is the plain model as fvcore counts it, and differs from gflops_base for LV-ViT alone, whose second
-    classifier the paper leaves out.
+    classifier the paper leaves out. adaptive: whether each image decides how many tokens remain; what is said here then
+    is the most that it can be, and `mctf.analysis.measured` says what it is.
     """
 
     model: str
@@ -32,6 +37,7 @@ class Plan:
     gflops: float
     gflops_base: float
     gflops_run: float
+    adaptive: bool = False
 
     @property
     def token_counts(self) -> list[int]:
@@ -45,12 +51,13 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """A line for every block whose r had to be capped."""
-        return [
+        """A line for every block whose r had to be capped, and one where images decide."""
+        capped = [
             f"block {index}: r={step.asked} capped to {step.taken}, {step.tokens} tokens enter"
             for index, step in enumerate(self.reductions)
             if step.taken < step.asked
         ]
+        return [*capped, DEPENDS] if self.adaptive else capped
 
     def as_dict(self) -> dict[str, object]:
         """Plain numbers, for JSON."""
@@ -101,17 +108,12 @@ def _read_size(image_size: int | tuple[int, int] | None) -> tuple[int, int] | No
     return sides[0], sides[1]
 
 
-def _plan(architecture: Architecture, method: Method, schedule: tuple, r: ReductionSpec) -> Plan:
+def _plan(architecture: Architecture, method: Method, schedule: Sequence[Entry], r: ReductionSpec) -> Plan:
     steps = reductions(schedule, architecture.tokens, protected=architecture.protected, method=method)
-    costs = [
-        method.cost(shape, step.tokens, step.taken, protected=architecture.protected)
-        for shape, step in zip(architecture.blocks, steps, strict=True)
-    ]
+    costs = block_costs(architecture, method, schedule, steps)
     every = architecture.tokens
-    left = every if architecture.reads_every_token else steps[-1].remaining
-    around = architecture.stem + architecture.head + architecture.head_per_token * left
-    second_head = architecture.second_head * (left - architecture.protected)
-    base_around = architecture.stem + architecture.head + architecture.head_per_token * every
+    whole = whole_cost(architecture, costs, every if architecture.reads_every_token else steps[-1].remaining)
+    plain = [Cost(paper=shape.plain(every), run=shape.plain(every)) for shape in architecture.blocks]
     return Plan(
         model=architecture.name,
         method=method.name,
@@ -119,7 +121,30 @@ def _plan(architecture: Architecture, method: Method, schedule: tuple, r: Reduct
         image_tokens=every,
         reductions=tuple(steps),
         block_gflops=tuple(cost.paper / 1e9 for cost in costs),
-        gflops=(around + sum(cost.paper for cost in costs)) / 1e9,
-        gflops_base=(base_around + sum(shape.plain(every) for shape in architecture.blocks)) / 1e9,
-        gflops_run=(around + second_head + sum(cost.run for cost in costs)) / 1e9,
+        gflops=whole.paper / 1e9,
+        gflops_base=whole_cost(architecture, plain, every).paper / 1e9,
+        gflops_run=whole.run / 1e9,
+        adaptive=method.adaptive,
     )
+
+
+def block_costs(
+    architecture: Architecture, method: Method, schedule: Sequence[Entry], steps: Sequence[Reduction]
+) -> list[Cost]:
+    """Multiply-adds of every block whose tokens are reduced so."""
+    costs = []
+    for shape, entry, step in zip(architecture.blocks, schedule, steps, strict=True):
+        if isinstance(method, Adaptive) and entry:
+            cost = method.cost_of(shape, step.tokens, step.remaining, protected=architecture.protected)
+        else:
+            cost = method.cost(shape, step.tokens, step.taken, protected=architecture.protected)
+        costs.append(cost)
+    return costs
+
+
+def whole_cost(architecture: Architecture, blocks: Sequence[Cost], left: int) -> Cost:
+    """Multiply-adds of the whole model, after whose blocks so many tokens are left."""
+    around = architecture.stem + architecture.head + architecture.head_per_token * left
+    second_head = architecture.second_head * (left - architecture.protected)
+    paper, run = sum(cost.paper for cost in blocks), sum(cost.run for cost in blocks)
+    return Cost(paper=around + paper, run=around + second_head + run)

@@ -61,7 +61,7 @@ def _cells(row: Row) -> list[str]:
         _number(row.agreement, ".1f"),
         _number(row.kl, ".4f"),
         _number(row.class_cosine, ".4f"),
-        _number(row.gflops, ".2f"),
+        ("" if row.mean_tokens is None else "~") + _number(row.gflops, ".2f"),
         _number(row.images_per_second, ".1f"),
     )
     return [row.method, str(row.r), *numbers]

@@ -16,7 +16,8 @@ from torch import Tensor
 class Assignment:
     """Which slot each token goes to.
 
-    slots: B N, int64, values in 0 .. count - 1; every slot is used by at least one token of its image.
+    slots: B N, int64, values in 0 .. count - 1; every slot is used by at least one token of its image, unless it is
+    padding.
     count: M, the number of slots, the same for all images of the batch.
     order, start: B N and B M+1, int32, where they are known: tokens sorted by slot, and where each slot begins.
     """
@@ -60,10 +61,14 @@ class Assignment:
         return rows.view(batch, tokens, *fused.shape[2:])
 
     def pick(self, x: Tensor) -> Tensor:
-        """The first token of each slot, B N C -> B M C: undoes `spread` exactly, gradient included."""
+        """The first token of each slot, B N C -> B M C: undoes `spread` exactly, gradient included.
+
+        Padding, which no token goes to, takes the last token.
+        """
         batch, tokens = self.slots.shape
         position = torch.arange(tokens, device=x.device).expand(batch, -1)
-        first = position.new_full((batch, self.count), tokens).scatter_reduce(1, self.slots, position, "amin")
+        last = position.new_full((batch, self.count), tokens - 1)
+        first = last.scatter_reduce(1, self.slots, position, "amin")
         return x.gather(1, first[..., None].expand(-1, -1, x.shape[-1]))
 
     def then(self, later: "Assignment") -> "Assignment":

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .criteria import at_least_float32
+from .matching import rank_descending
 
 
 @torch.no_grad()
@@ -14,17 +15,19 @@ def density_peaks(x: Tensor, clusters: int, *, neighbours: int) -> Tensor:
     """The cluster of each token, B N in 0 .. clusters - 1, from the strongest centre to the weakest.
 
     rho_i = exp(-mean of d_ij^2 over the nearest neighbours of i), delta_i = distance to the nearest token with a
-    larger rho, or to the farthest of all for the densest. Centres are the largest rho * delta; every other token
-    joins the nearest centre. d^2 is |x_i - x_j|^2 / C, so that the width of a model does not sharpen rho.
+    larger rho (or as large a one, and before i), or to the farthest of all for the densest. Centres are the largest
+    rho * delta; every other token joins the nearest centre. d^2 is |x_i - x_j|^2 / C, so that the width of a model
+    does not sharpen rho.
     """
     batch, tokens, _ = x.shape
     if clusters >= tokens:
         return torch.arange(tokens, device=x.device).expand(batch, -1)
     squared = _squared_distances(x)
     sparsity = _to_neighbours(squared, min(neighbours, tokens - 1))
-    denser = sparsity[:, None, :] < sparsity[:, :, None]
+    rank = rank_descending(-sparsity)
+    denser = rank[:, None, :] < rank[:, :, None]
     to_denser = squared.masked_fill(~denser, float("inf")).amin(dim=2)
-    delta = torch.where(denser.any(dim=2), to_denser, squared.amax(dim=2))
+    delta = torch.where(rank == 0, squared.amax(dim=2), to_denser)
     peaks = delta.log() / 2 - sparsity  # log(delta * rho): rho itself may underflow
     centres = peaks.argsort(dim=1, descending=True, stable=True)[:, :clusters]
     joined = squared.gather(2, centres[:, None, :].expand(-1, tokens, -1)).argmin(dim=2)

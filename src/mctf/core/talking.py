@@ -43,7 +43,7 @@ class TalkingHeads:
         counts = sizes[:, None, :, None]
         shares = (logits + counts.log().to(logits.dtype)).softmax(dim=2)
         counts = counts.to(shares.dtype)
-        return (self.after(shares / counts) * counts).permute(0, 3, 1, 2)
+        return (self.after(shares / counts.clamp_min(1)) * counts).permute(0, 3, 1, 2)  # padding counts 0 times
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, spread: Assignment | None = None

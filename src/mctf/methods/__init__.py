@@ -5,6 +5,7 @@ from dataclasses import fields
 from types import ModuleType
 
 from ..errors import MctfError, did_you_mean
+from .ats import ATS
 from .base import Method
 from .bat import BAT
 from .evit import EViT
@@ -13,7 +14,9 @@ from .mctf import MCTF, MCTFExact
 from .random_drop import RandomDrop
 from .tome import ToMe
 
-_REGISTRY: dict[str, type[Method]] = {cls.name: cls for cls in (MCTF, MCTFExact, ToMe, EViT, BAT, RandomDrop, FreeDrop)}
+_REGISTRY: dict[str, type[Method]] = {
+    cls.name: cls for cls in (MCTF, MCTFExact, ToMe, EViT, BAT, ATS, RandomDrop, FreeDrop)
+}
 
 
 def methods() -> dict[str, str]:

@@ -88,7 +88,9 @@ class Turn:
 
     index: of the block, of `depth`. r: tokens that are to leave. protected: leading tokens that stay in place.
     carry: what the method handed on from the block before, None at first. layers: its own layers for this block, if
-    it has learned any. training: whether learned methods are to behave as in training.
+    it has learned any. training: whether learned methods are to behave as in training. next_reduces: whether tokens
+    are to leave the block after this one too. entry: what the schedule says of the block, for methods that count the
+    tokens of each image by itself.
     """
 
     r: int
@@ -98,6 +100,8 @@ class Turn:
     carry: Any = None
     layers: nn.Module | None = None
     training: bool = False
+    next_reduces: bool = False
+    entry: Entry = 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,11 @@ class Method(ABC):
 
     min_tokens: how many always remain. default_r: what leaves a block when the user does not say.
     adaptive: whether each image decides for itself how many tokens remain, so that a plan cannot know.
+    masks_in_training: whether tokens that leave stay behind a mask while training, so that a block's r is that of the
+    plan and does not follow from the tokens that are there.
+
+    A method that is learned may have a method `extra_loss`, see `ExtraLoss` in `mctf.train.objective`, and
+    `learns_from_original`: whether that loss asks what the model said before training.
     """
 
     name: ClassVar[str]
@@ -137,6 +146,8 @@ class Method(ABC):
     min_tokens: ClassVar[int] = 0
     default_r: ClassVar[ReductionSpec] = 16
     adaptive: ClassVar[bool] = False
+    masks_in_training: ClassVar[bool] = False
+    learns_from_original: ClassVar[bool] = False
 
     def suited(self, *, class_token: bool) -> Self:
         """This method for a model with or without a class token; raises MctfError where it cannot work."""

@@ -28,6 +28,7 @@ from ..core.assignment import Assignment
 from ..core.clustering import density_peaks
 from ..core.cost import BlockShape, Cost, split_product
 from ..core.criteria import TINY, unit_rows
+from ..core.schedule import Entry, tokens_asked
 from ..errors import MctfError
 from .attentive import Attentive
 from .base import Step, Turn
@@ -48,15 +49,17 @@ class Budget:
 class BAT(Attentive):
     """r = 0.3, the default, leaves as many tokens as EViT with the keep rate 0.7.
 
-    clusters: share of the remaining unprotected tokens that are clusters of inattentive ones, at least one token.
-    pairs: share of them that are fused of lower attentive ones.
-    lower: share of the attentive tokens, from the least attentive on, among which pairs are looked for.
+    The first three are counts or, below 1, ratios, as r is; what does not fit into the budget is cut.
+
+    clusters: of the remaining unprotected tokens, how many are clusters of inattentive ones; at least one is.
+    pairs: how many of them are fused of lower attentive ones.
+    lower: how many of the attentive tokens, from the least attentive on, may be paired; at least two for each pair.
     neighbours: how many nearest tokens decide how dense it is around a token.
     """
 
-    clusters: float = 0.1
-    pairs: float = 0.1
-    lower: float = 0.5
+    clusters: Entry = 0.1
+    pairs: Entry = 0.1
+    lower: Entry = 0.5
     neighbours: int = 5
 
     name: ClassVar[str] = "bat"
@@ -65,18 +68,21 @@ class BAT(Attentive):
     def __post_init__(self) -> None:
         for option in ("clusters", "pairs", "lower"):
             value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise MctfError(f"{option}={value!r} must be a share from 0 to 1 of the tokens")
+            counts = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            if not counts and not (isinstance(value, float) and 0 <= value < 1):
+                raise MctfError(
+                    f"{option}={value!r} is neither a count of tokens nor a ratio in [0, 1): write 8 or 0.1"
+                )
         if isinstance(self.neighbours, bool) or not isinstance(self.neighbours, int) or self.neighbours < 1:
             raise MctfError(f"neighbours={self.neighbours!r} must be a whole number, 1 or above")
 
     def budget(self, free: int, r: int) -> Budget:
-        """The split of `free` unprotected tokens of which r leave; shares that do not fit are cut."""
+        """The split of `free` unprotected tokens of which r leave."""
         remaining = free - r
-        clusters = max(1, min(round(self.clusters * remaining), remaining - 1))
-        pairs = min(round(self.pairs * remaining), r, remaining - clusters)
+        clusters = max(1, min(tokens_asked(self.clusters, remaining), remaining - 1))
+        pairs = min(tokens_asked(self.pairs, remaining), r, remaining - clusters)
         attentive = remaining - clusters + pairs
-        lower = max(2 * pairs, round(self.lower * attentive)) if pairs else 0
+        lower = max(2 * pairs, min(tokens_asked(self.lower, attentive), attentive)) if pairs else 0
         return Budget(attentive - lower, lower, pairs, free - attentive, clusters)
 
     def reduce(self, x: Tensor, a: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
@@ -116,6 +122,6 @@ def _fuse_pairs(lower: Tensor, pairs: int, alone: int) -> Tensor:
     batch, tokens, _ = lower.shape
     if pairs == 0:
         return torch.arange(alone + tokens, device=lower.device).expand(batch, -1)
-    unit = unit_rows(lower)
+    unit = unit_rows(lower)  # the matching splits by the parity of a token's place
     scores = unit[:, alone % 2 :: 2] @ unit[:, 1 - alone % 2 :: 2].transpose(1, 2)
     return matching.match_one_way(scores, pairs, protected=alone).slots

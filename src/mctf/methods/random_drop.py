@@ -43,11 +43,13 @@ class RandomDrop(Method):
         if turn.r == 0:
             return Step(block.plain(x), None)
         batch, tokens, _ = x.shape
-        order = turn.protected + _shuffled(tokens - turn.protected, (self.seed << 8) + turn.index, x.device)
-        stays = torch.ones(tokens, dtype=torch.long, device=x.device).index_fill(0, order[: turn.r], 0)
-        kept = torch.cat([torch.arange(turn.protected, device=x.device), order[turn.r :].sort().values])
-        # to have a place at all, a dropped token is mapped to the one before it that stays, where it counts for nothing
-        slots = (stays.cumsum(0) - 1).clamp_min(turn.protected)
+        first, index = turn.protected, torch.arange(tokens, device=x.device)
+        order = first + _shuffled(tokens - first, (self.seed << 8) + turn.index, x.device)
+        stays = torch.ones_like(index).index_fill(0, order[: turn.r], 0)
+        kept = torch.cat([index[:first], order[turn.r :].sort().values])
+        # To have a place at all, a dropped token is mapped to the one before it that stays, or to the first of those
+        # that are not protected; there it counts for nothing.
+        slots = torch.maximum(stays.cumsum(0) - 1, index.clamp_max(first))
         assignment = Assignment(slots.expand(batch, -1), tokens - turn.r)
         weights = stays.float().expand(batch, -1)
         return Step(block.fused(assignment, weights).plain(x.index_select(1, kept)), None, assignment, weights)

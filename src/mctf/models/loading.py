@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MctfError, did_you_mean
+from ..learned import keep_aside, split_state
 from .pretrained import WeightsUnavailableError, pretrained_options
 from .registration import register
 
@@ -106,12 +107,18 @@ def _classes_of(state: dict[str, Tensor], model: nn.Module) -> int | None:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a .safetensors, .pt or .pth file into a model; refuses weights of another model."""
+    """Load a .safetensors, .pt or .pth file into a model; refuses weights of another model.
+
+    Layers that a method has learned are kept aside for `mctf.fuse` unless the model is fused and has them.
+    """
     _load_state(model, read_state_dict(path), path)
 
 
 def _load_state(model: nn.Module, state: dict[str, Tensor], path: Path) -> None:
     own = model.state_dict()
+    layers: dict[str, Tensor] = {}
+    if not split_state(own)[1]:
+        state, layers = split_state(state)
     missing = sorted(own.keys() - state.keys())
     unexpected = sorted(state.keys() - own.keys())
     wrong = sorted(key for key in own.keys() & state.keys() if own[key].shape != state[key].shape)
@@ -120,6 +127,8 @@ def _load_state(model: nn.Module, state: dict[str, Tensor], path: Path) -> None:
         examples += [f"{key} is {tuple(state[key].shape)}, not {tuple(own[key].shape)}" for key in wrong[:1]]
         raise MctfError(f"{path.name} holds weights of another model: it {'; it '.join(examples)}")
     model.load_state_dict(state)
+    if layers:
+        keep_aside(model, layers)
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:

@@ -7,17 +7,30 @@ norm and head. A host that loops over its blocks (or has gradient checkpointing 
 Axes: B images, K classes, N tokens, C channels.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..api import fused_stack
+from ..api import find_stack, fused_stack
 from ..core.schedule import ReductionSpec
+from ..methods.base import Step
 from ..stack import FusedStack
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What the model said of a batch before it was trained.
+
+    tokens: B N C after the final norm. logits: B K, None where its classifier did not know the classes.
+    """
+
+    tokens: Tensor | None
+    logits: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -26,34 +39,73 @@ class Branch:
 
     logits: B K. features: B C, what its classifier reads: the class token after the final norm; in a model without
     class token the pooled tokens, in one with a distillation token the mean of both tokens.
+
+    For a method's own loss: tokens, all of them after the final norm, B N C, None where two branches ran as one;
+    carries: what the method handed on from each block; lesson: None unless the method learns from the original model.
     """
 
     logits: Tensor
     features: Tensor
+    tokens: Tensor | None = None
+    carries: tuple[Any, ...] = ()
+    lesson: Lesson | None = None
 
 
 def run_branch(model: nn.Module, images: Tensor) -> Branch:
     """The model as it is, on images B 3 H W."""
-    return _read(model, model.forward_features(images))  # type: ignore[operator]
+    with _watching(model) as passes:
+        branch = _read(model, model.forward_features(images))  # type: ignore[operator]
+    return replace(branch, carries=passes.of(0))
 
 
 def run_branches(model: nn.Module, images: Tensor, lighter: ReductionSpec) -> tuple[Branch, Branch]:
     """A fused model with its own r, and with `lighter` in its place."""
-    with _running_twice(fused_stack(model), lighter):
+    with _watching(model) as passes, _running_twice(fused_stack(model), lighter):
         both = _read(model, model.forward_features(images))  # type: ignore[operator]
     if len(both.logits) > len(images):
         logits, features = both.logits.chunk(2), both.features.chunk(2)
-        return Branch(logits[0], features[0]), Branch(logits[1], features[1])
+        first, second = (Branch(logits[i], features[i], carries=passes.of(i)) for i in (0, 1))
+        return first, second
     with _set(fused_stack(model), lighter):
-        return both, run_branch(model, images)
+        return replace(both, carries=passes.of(0)), run_branch(model, images)
 
 
 def _read(model: Any, tokens: Tensor) -> Branch:
-    return Branch(_wide(model.forward_head(tokens)), _wide(model.forward_head(tokens, pre_logits=True)))
+    return Branch(_wide(model.forward_head(tokens)), _wide(model.forward_head(tokens, pre_logits=True)), tokens)
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class _Passes:
+    """Keeps what the method hands on from block to block, pass by pass."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._seen: list[list[Any]] = []
+
+    @torch.compiler.disable
+    def record(self, index: int, x: Tensor, step: Step) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if index == 0:
+            self._seen.append([])
+        self._seen[-1].append(step.carry)
+
+    def of(self, index: int) -> tuple[Any, ...]:
+        """One entry a block; empty for a model that is not fused."""
+        return tuple(self._seen[index]) if self._seen else ()
+
+
+@contextmanager
+def _watching(model: nn.Module) -> Iterator[_Passes]:
+    passes, stack = _Passes(), find_stack(model)
+    if stack is None:
+        yield passes
+        return
+    with stack.watched_by(passes):
+        yield passes
 
 
 @contextmanager

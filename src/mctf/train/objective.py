@@ -18,10 +18,15 @@ from ..core.schedule import Entry
 from .branches import Branch, run_branch, run_branches
 from .consistency import Consistency, Losses
 from .distillation import Distillation
+from .original import Original
 
 
 class ExtraLoss(Protocol):
-    """A term that a learned method adds. The engine takes it from the method's attribute `extra_loss`, if any."""
+    """A term that a learned method adds. The engine takes it from the method's attribute `extra_loss`, if any.
+
+    What the method handed on from block to block is in each branch, and what the original model said, where the method
+    asks for it with `learns_from_original`, is in the first.
+    """
 
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Branch]) -> Tensor:
         """A scalar; branches: that of r and, under consistency, that of r'."""
@@ -31,6 +36,7 @@ class Objective(nn.Module):
     """Cross-entropy, or token reduction consistency, perhaps shared with a teacher and an extra term.
 
     consistency: None for cross-entropy alone, in one branch, whose labels `smoothing` smoothes.
+    original: what the extra term learns from, if anything.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class Objective(nn.Module):
         smoothing: float = 0.0,
         distillation: Distillation | None = None,
         extra: ExtraLoss | None = None,
+        original: Original | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -48,6 +55,7 @@ class Objective(nn.Module):
         self.smoothing = smoothing
         self.distillation = distillation
         self.extra = extra
+        self.original = original
 
     def draw(self, generator: torch.Generator) -> tuple[Entry, ...] | None:
         """r' of one step, None where there is one branch only."""
@@ -68,7 +76,8 @@ class Objective(nn.Module):
         if self.distillation is not None and taught is not None:
             losses = _taught(losses, branches, taught, self.distillation)
         if self.extra is not None:
-            extra = self.extra(self.model, images, labels, branches)
+            lesson = None if self.original is None else self.original(images)
+            extra = self.extra(self.model, images, labels, (replace(branches[0], lesson=lesson), *branches[1:]))
             losses = replace(losses, total=losses.total + extra, extra=extra)
         return losses
 

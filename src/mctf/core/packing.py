@@ -1,0 +1,62 @@
+"""Tokens that each image keeps for itself, packed to the front and padded to the fullest image of the batch.
+
+Images of a batch may keep different numbers of tokens. The tokens that stay move up in their old order; a shorter image
+gets padding behind them, rows of zeros with size 0 that nobody attends to.
+
+Axes: B images, N tokens before, M after: as many as the image keeps that keeps most.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .assignment import Assignment
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the tokens that stay go.
+
+    assignment: B N -> M. To have a place at all, a token that goes is mapped to the last one before it that stays, or
+    to the first unprotected one that stays where there is none before; weights: B N, 1 for tokens that stay, 0 for
+    those that go. kept: B M, the token in each place, any one in padding. present: B M, False in padding; None while
+    no image is padded.
+    """
+
+    assignment: Assignment
+    weights: Tensor
+    kept: Tensor
+    present: Tensor | None
+
+    @property
+    def sizes(self) -> Tensor | None:
+        """B M, float32: 1 for tokens, 0 for padding; None where there is none."""
+        return None if self.present is None else self.present.float()
+
+    def pick(self, x: Tensor) -> Tensor:
+        """What belongs to the tokens that stay, and zeros in padding: B N … -> B M …."""
+        trailing = (1,) * (x.dim() - 2)
+        picked = x.gather(1, self.kept.view(*self.kept.shape, *trailing).expand(-1, -1, *x.shape[2:]))
+        return (
+            picked if self.present is None else picked.masked_fill(~self.present.view(*self.kept.shape, *trailing), 0)
+        )
+
+
+@torch.compiler.disable(reason="how many tokens remain depends on the images: compile without fullgraph=True")
+def pack(stays: Tensor, *, protected: int) -> Packing | None:
+    """The packing of tokens by whether they stay (B N, bool, at least one of each image); None where all stay.
+
+    protected: that many leading tokens always stay.
+    """
+    tokens = stays.shape[1]
+    counts = stays.sum(dim=1)
+    fewest, most = torch.stack(counts.aminmax()).tolist()
+    if fewest == tokens:
+        return None
+    place = torch.arange(tokens, device=stays.device)
+    earliest = torch.where(place < protected, 0, (counts[:, None] - 1).clamp_max(protected))
+    slots = torch.maximum(stays.cumsum(1) - 1, earliest)
+    kept = (~stays).int().argsort(dim=1, stable=True)[:, :most]
+    present = None if fewest == most else place[:most] < counts[:, None]
+    return Packing(Assignment(slots, most), stays.float(), kept, present)

@@ -1,0 +1,122 @@
+"""DynamicViT: a predictor before a few blocks learns which patches to drop.
+
+Rao et al., "DynamicViT: Efficient Vision Transformers with Dynamic Token Sparsification", NeurIPS 2021. Before blocks
+3, 6 and 9 of twelve the predictor reads every patch and the mean of those that are left; of n patches at the start
+int(n rho^s) go on after the s-th time, rho = 1 - r. How it learns is in `selecting`.
+
+Choices where the paper is silent: registers stay like the class token; a model that reads every token is given, for a
+patch that was dropped, the one before it that was not, in training as in inference.
+
+Axes: B images, N tokens, n of them patches, M kept, C channels.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..core.assignment import Assignment
+from ..core.cost import NORM, BlockShape, Cost
+from ..core.criteria import at_least_float32
+from ..core.keeping import keep_best, slots_of
+from .base import BlockOps, Step, Turn
+from .selecting import Decisions, Selecting, decide, run_masked, seen_mean
+
+
+@dataclass(frozen=True)
+class DynamicViT(Selecting):
+    """r = 0.3, the default, keeps 0.7 of the patches, then 0.7^2, then 0.7^3; options as in `Selecting`."""
+
+    name: ClassVar[str] = "dynamic_vit"
+    summary: ClassVar[str] = "DynamicViT (NeurIPS 2021), learned: a predictor drops patches before three blocks"
+
+    def share(self, ratio: float, stage: int) -> float:
+        return (1 - ratio) ** (stage + 1)
+
+    def make_layer(self, shape: BlockShape) -> nn.Module:
+        return Predictor(shape.channels)
+
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
+        if turn.training:
+            return self._train(block, x, turn)
+        if turn.r == 0:
+            return Step(block.plain(x), None)
+        patches = x[:, turn.protected :]
+        scores = self.layers_of(turn)(patches, patches.new_ones(patches.shape[:2]))[..., 0]
+        kept = keep_best(scores, patches.shape[1] - turn.r, protected=turn.protected)
+        x = block.fused(kept.assignment, kept.weights).plain(kept.of(x))
+        return Step(x, None, kept.assignment, kept.weights)
+
+    def _train(self, block: BlockOps, x: Tensor, turn: Turn) -> Step:
+        decisions: _Masked | None = turn.carry
+        if turn.r > 0:
+            patches = x[:, turn.protected :]
+            decisions = decisions or _Masked((), (), patches.shape[1], turn.protected)
+            log_probabilities = self.layers_of(turn)(patches, decisions.last(patches))
+            decisions = decisions.then(decide(log_probabilities), turn.r)
+        if decisions is None:
+            return Step(block.plain(x), None)
+        return Step(run_masked(block, x, decisions.seen()), None, carry=decisions)
+
+    def finish(self, x: Tensor, carry: Any) -> Tensor | None:
+        """In training, what inference gives to whoever reads every token."""
+        return None if carry is None else carry.spread(x)
+
+    def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
+        cost = shape.plain(tokens - r)
+        if r:
+            cost += (tokens - protected) * Predictor.cost(shape.channels)
+        return Cost(paper=cost, run=cost)
+
+
+@dataclass(frozen=True)
+class _Masked(Decisions):
+    """Decisions on patches that follow so many protected tokens."""
+
+    protected: int = 0
+
+    def last(self, patches: Tensor) -> Tensor:
+        """The patches that are left before the next stage: B n."""
+        return self.kept[-1] if self.kept else patches.new_ones(patches.shape[:2])
+
+    def then(self, drawn: Tensor, r: int) -> "_Masked":
+        """With one more stage, after which r patches fewer are to be left."""
+        kept = drawn * self.kept[-1] if self.kept else drawn
+        left = self.left - r
+        return _Masked((*self.kept, kept), (*self.targets, left / kept.shape[1]), left, self.protected)
+
+    def seen(self) -> Tensor:
+        """B N: all protected tokens, and the patches that are kept."""
+        kept = self.kept[-1]
+        return torch.cat([kept.new_ones(kept.shape[0], self.protected), kept], dim=1)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Each token (B N C), or the one that inference would show in its place."""
+        stays = self.seen().detach().long()
+        places = stays.cumsum(1).masked_fill(stays == 0, 0) - 1
+        ...
+
+
+class Predictor(nn.Module):
+    """How likely each patch is to be kept: half of the channels its own, half the mean over the patches left."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        half, quarter = channels // 2, channels // 4
+        self.read = nn.Sequential(nn.LayerNorm(channels), nn.Linear(channels, channels), nn.GELU())
+        self.score = nn.Sequential(
+            nn.Linear(channels, half), nn.GELU(), nn.Linear(half, quarter), nn.GELU(), nn.Linear(quarter, 2)
+        )
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        """Log-probabilities of keeping and dropping, B n 2, from patches (B n C) of which these are left (B n)."""
+        own, common = self.read(x).tensor_split([x.shape[-1] // 2], dim=-1)
+        both = torch.cat([own, seen_mean(common, seen).expand(-1, x.shape[1], -1)], dim=-1)
+        return at_least_float32(self.score(both)).log_softmax(dim=-1)
+
+    @staticmethod
+    def cost(channels: int) -> int:
+        """Multiply-adds for one patch."""
+        half, quarter = channels // 2, channels // 4
+        return NORM * channels + channels**2 + channels * half + half * quarter + quarter * 2

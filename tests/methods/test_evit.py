@@ -1,0 +1,140 @@
+"""EViT against its description, one image at a time, and its published token counts and costs."""
+
+import math
+
+import pytest
+import timm
+import torch
+
+import mctf
+from mctf import MctfError
+from methods.naive import NaiveBlock, NaiveTurn, assert_as_naive, attended, by_falling, plain_block
+from models import make, make_images
+from reference import Groups, Tokens
+from reference_blocks import Pieces
+
+# a class token alone, one more, four registers; heads that read every token; places in every block; norms last; a gate
+NAMES = ["plain", "distilled", "registers", "mean_pool_prefix", "eva02", "beit_both", "post_norm", "gated"]
+SCHEDULE = [0.3, 9, 0, 0.5]
+
+
+def attentive_tokens(entry: float, free: int, *, extra: int) -> int:
+    """ceil(kappa * n) for a ratio 1 - kappa; for a count, so many that `entry` fewer tokens go on."""
+    kept = free - entry - extra if isinstance(entry, int) else math.ceil((1 - entry) * free - 1e-9)
+    return max(1, kept)
+
+
+def naive_evit(*, fuse: bool) -> NaiveBlock:
+    def block(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
+        first, count = turn.protected, len(tokens.x)
+        kept = attentive_tokens(turn.entry, count - first, extra=int(fuse))
+        if turn.entry == 0:
+            return plain_block(pieces, tokens)
+        x, full_map = attended(pieces, tokens)
+        a = full_map[:, 0].mean(dim=0).tolist()
+        ranked = by_falling(a, range(first, count))
+        groups = [[i] for i in [*range(first), *ranked[:kept]]]
+        rest = ranked[kept:]
+        rows = [x[i] for (i,) in groups]
+        if fuse:
+            groups.append(rest)
+            rows.append(sum(a[i] * x[i] for i in rest))
+        else:
+            groups[-1] += rest
+        weights = a if fuse else [0.0 if i in rest else 1.0 for i in range(count)]
+        return tokens.fused(groups, weights, pieces.add_mlp(torch.stack(rows))), groups
+
+    return block
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_every_kind_of_model_is_as_described(name: str) -> None:
+    model = make(name).double()
+    images = make_images(model, 2)
+    assert_as_naive(model, images, naive_evit(fuse=True), method="evit", schedule=SCHEDULE)
+
+
+@pytest.mark.parametrize("name", ["plain", "registers", "eva02"])
+@torch.no_grad()
+def test_inattentive_tokens_can_be_dropped(name: str) -> None:
+    model = make(name).double()
+    assert_as_naive(
+        model,
+        make_images(model, 2),
+        naive_evit(fuse=False),
+        method="evit",
+        schedule=SCHEDULE,
+        with_sizes=False,
+        fuse_inattentive=False,
+    )
+
+
+@torch.no_grad()
+def test_the_fused_token_is_a_sum_that_nobody_divides() -> None:
+    """The comparison above would notice a mean in its place."""
+    model = make("plain").double()
+
+    def with_a_mean(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
+        x, full_map = attended(pieces, tokens)
+        a = full_map[:, 0].mean(dim=0)
+        ranked = by_falling(a.tolist(), range(1, len(x)))
+        kept, rest = ranked[:40], ranked[40:]
+        mean = (a[rest, None] * x[rest]).sum(dim=0) / a[rest].sum()
+        groups = [[i] for i in [0, *kept]] + [rest]
+        return tokens.fused(groups, a.tolist(), pieces.add_mlp(torch.stack([x[0], *x[kept], mean]))), groups
+
+    def in_the_last_block(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
+        return with_a_mean(pieces, tokens, turn) if turn.entry else plain_block(pieces, tokens)
+
+    images, schedule = make_images(model, 1), [0, 0, 0, 23]
+    assert_as_naive(model, images, naive_evit(fuse=True), method="evit", schedule=schedule)
+    with pytest.raises(AssertionError):
+        assert_as_naive(model, images, in_the_last_block, method="evit", schedule=schedule)
+
+
+# kappa 0.7: 196 patches, ceil(0.7 * 196) = 138 and the fused one; ceil(0.7 * 139) = 98 and it; ceil(0.7 * 99) = 70
+KEEP_70 = [197] * 3 + [140] * 3 + [100] * 3 + [72] * 3
+
+
+@pytest.mark.parametrize(("name", "gflops"), [("deit_tiny_patch16_224", 0.8), ("deit_small_patch16_224", 3.0)])
+def test_the_published_setting(name: str, gflops: float) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    plan = mctf.plan(model, method="evit")
+    assert plan.token_counts == KEEP_70
+    assert plan.gflops == pytest.approx(gflops, abs=0.1)
+    assert plan.notes == []  # the fused token is no cap
+    dropped = mctf.plan(model, method="evit", fuse_inattentive=False)
+    assert dropped.token_counts == [197] * 3 + [139] * 3 + [98] * 3 + [69] * 3
+
+
+def test_lv_vit_at_the_published_setting() -> None:
+    plan = mctf.plan("lvvit_s", method="evit")
+    assert plan.gflops == pytest.approx(4.7, abs=0.1)
+    assert plan.token_counts[3:5] == [197, 140]  # a quarter of sixteen blocks
+
+
+@pytest.mark.parametrize(("fuse", "left"), [(True, 2), (False, 1)])
+@torch.no_grad()
+def test_one_attentive_token_always_stays(fuse: bool, left: int) -> None:
+    model = make("registers")
+    mctf.fuse(model, "evit", r=[1000, 0, 0.9, 3], fuse_inattentive=fuse)
+    with mctf.trace(model) as trace:
+        assert model(make_images(model, 2)).isfinite().all()
+    plan = mctf.plan(model, method="evit", r=[1000, 0, 0.9, 3], fuse_inattentive=fuse)
+    assert trace.token_counts == plan.token_counts == [5 + left] * 4
+    assert plan.notes[0] == f"block 0: r=1000 capped to {64 - left}, 69 tokens enter"
+
+
+def test_a_model_without_class_token_is_refused() -> None:
+    for name in ("mean_pool", "cait"):
+        model = make(name)
+        with pytest.raises(MctfError, match="attention of the class token, which this model's blocks have not"):
+            mctf.fuse(model, "evit")
+        mctf.fuse(model, r=4)  # untouched by the refusal
+
+
+def test_an_option_that_is_no_switch_is_refused() -> None:
+    with pytest.raises(MctfError, match="fuse_inattentive='no' must be True or False"):
+        mctf.fuse(make("plain"), "evit", fuse_inattentive="no")
