@@ -1,0 +1,87 @@
+"""All tables of docs/performance.md in one go: `python benchmarks/run_tables.py FOLDER [NAME …]`.
+
+torch.compile takes minutes a table and uses the CPU; measuring takes seconds and needs the GPU for itself. So every
+table is a process of its own: they compile side by side, wait for each other, and then measure one after the other.
+FOLDER gets one JSON file and one text file a table; the names of tables choose some of them.
+"""
+
+import fcntl
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+COMMON = "--dtype bfloat16 --compile --rounds 5"
+TABLES = {
+    "h200_vit_large_r8": "vit_large_patch16_224 -r 8 -m mctf_exact --batch 128",
+    "h200_deit_tiny_r16": "deit_tiny_patch16_224 -r 16 -m mctf_exact,mctf,tome --batch 256",
+    "h200_deit_small_r16": "deit_small_patch16_224 -r 16 -m mctf_exact,mctf,tome --batch 256",
+    "h200_deit_base_r16": "deit_base_patch16_224 -r 16 -m mctf_exact,mctf,tome --batch 256",
+    "h200_deit_small_fast": "deit_small_patch16_224 -r fast -m mctf_exact,mctf --batch 256",
+    "h200_deit_base_fast": "deit_base_patch16_224 -r fast -m mctf_exact --batch 256",
+    "h200_deit_small_training": "deit_small_patch16_224 -r 16 -m mctf_exact,mctf --batch 256 --training",
+    "h200_deit_base_384_fast_batch64": "deit_base_patch16_384 -r fast -m mctf_exact --batch 64",
+    "h200_deit_base_384_fast_batch1": "deit_base_patch16_384 -r fast -m mctf_exact --batch 1 --mode reduce-overhead",
+    "h200_deit_small_fast_batch1": "deit_small_patch16_224 -r fast -m mctf_exact --batch 1 --mode reduce-overhead",
+    "h200_deit_small_fast_batch8": "deit_small_patch16_224 -r fast -m mctf_exact --batch 8 --mode reduce-overhead",
+    "h200_deit_small_fast_batch64": "deit_small_patch16_224 -r fast -m mctf_exact --batch 64",
+    "h200_vit_small_1024_batch4": "vit_small_patch16_224 --image-size 1024 -r 0.1 -m mctf_exact --batch 4",
+}
+PATIENCE = 330  # seconds that finished compilers wait for the others
+GATE, EXPECTED = "MCTF_TABLES_GATE", "MCTF_TABLES_EXPECTED"
+
+
+def measure_one_at_a_time() -> None:
+    """Make `mctf bench` of this process wait, compiled and warm, until it may have the GPU."""
+    from mctf.analysis import benchmark
+
+    repeats = benchmark._repeats
+
+    def wait_and_repeat(timing: object) -> int:
+        folder = Path(os.environ[GATE])
+        (folder / f"ready-{os.getpid()}").touch()
+        deadline = (folder / "began").stat().st_mtime + PATIENCE
+        while len(list(folder.glob("ready-*"))) < int(os.environ[EXPECTED]) and time.time() < deadline:
+            time.sleep(0.5)
+        wait_and_repeat.lock = (folder / "lock").open("w")  # held until the process ends
+        fcntl.flock(wait_and_repeat.lock, fcntl.LOCK_EX)
+        return repeats(timing)
+
+    benchmark._repeats = wait_and_repeat
+
+
+def run_all(folder: Path, names: list[str]) -> int:
+    """Start every table, report each as it ends; how many failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    gate = Path(tempfile.mkdtemp())
+    (gate / "began").touch()
+    surroundings = os.environ | {GATE: str(gate), EXPECTED: str(len(names)), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    running = {}
+    for name in names:
+        words = shlex.split(f"bench {TABLES[name]} {COMMON} --output {shlex.quote(str(folder / name))}.json")
+        text = (folder / f"{name}.txt").open("w")
+        running[name] = subprocess.Popen(
+            [sys.executable, __file__, "--", *words], env=surroundings, stdout=text, stderr=text
+        )
+    failed = 0
+    while running:
+        time.sleep(0.5)
+        for name in [name for name, process in running.items() if process.poll() is not None]:
+            code = running.pop(name).returncode
+            failed += code != 0
+            print(f"{name}: {'done' if code == 0 else f'failed with {code}'}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--"]:
+        from mctf.cli import main
+
+        sys.argv = ["mctf", *sys.argv[2:]]
+        measure_one_at_a_time()
+        main()
+    else:
+        sys.exit(run_all(Path(sys.argv[1]), sys.argv[2:] or list(TABLES)))
