@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from .core.packing import fill_padding
 from .core.places import Places, places_after
 from .core.schedule import Entry, ReductionSpec, make_schedule, reductions, stage_of
 from .errors import MctfError
@@ -158,7 +159,9 @@ class FusedStack(nn.Module):
         finished = self.method.finish(x, state.carry)
         if finished is not None:
             return finished
-        return state.spread(x) if spread else x
+        if spread:
+            return state.spread(x)
+        return fill_padding(x, state.sizes) if self.method.adaptive else x
 
     def _step(self, index: int, x: Tensor, state: _State, arguments: Mapping[str, Any], initial: int) -> Step:
         block = self.host.ops(self[index], arguments, state.places)
@@ -181,9 +184,7 @@ class FusedStack(nn.Module):
         if self.training and self.method.masks_in_training:
             return reductions(self.schedule, initial, protected=protected, method=self.method)[index].taken
         stage = stage_of(self.schedule, index)
-        return self.method.leaving(
-            self.schedule[index], tokens, protected=protected, initial=initial, stage=stage
-        )
+        return self.method.leaving(self.schedule[index], tokens, protected=protected, initial=initial, stage=stage)
 
     def _own_layers(self, index: int) -> nn.Module | None:
         return self.layers[str(index)] if self.layers is not None and str(index) in self.layers else None

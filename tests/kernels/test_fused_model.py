@@ -15,12 +15,16 @@ def model(device):
     return timm.create_model("test_vit", num_classes=10).eval().to(device)
 
 
-@pytest.mark.parametrize("method", ["mctf", "mctf_exact", "tome"])
+METHODS = [(name, {}) for name in ("mctf", "mctf_exact", "tome", "evit", "bat", "random")]
+METHODS += [("evit", {"fuse_inattentive": False})]
+
+
+@pytest.mark.parametrize(("method", "options"), METHODS, ids=str)
 @pytest.mark.parametrize("r", [8, "fast"])
 @torch.no_grad()
-def test_kernels_and_plain_operations_agree(model, method, r, device):
+def test_kernels_and_plain_operations_agree(model, method, options, r, device):
     images = torch.randn(2, 3, 160, 160, device=device)
-    mctf.fuse(model, method, r=r)
+    mctf.fuse(model, method, r=r, **options)
     found = model(images)
     with plain_operations():
         expected = model(images)

@@ -40,6 +40,15 @@ def test_a_token_alone_in_its_slot_is_not_changed(fusion):
     assert torch.equal(pooled[0, 4], x[0, 0])
 
 
+def test_a_first_token_that_counts_for_nothing(fusion):
+    assignment, x, _, weights, _ = fusion
+    order, start = pooling_op.members(assignment)
+    many = (start.diff(dim=1) > 1).nonzero()[0]  # an image and a slot of it with several tokens
+    weights[many[0], order[many[0], start[many[0], many[1]]]] = 0
+    pooled = kernels.pool(x, weights, assignment)
+    assert distance(pooled, assignment.pool(x.double(), weights.double())) < 1e-6
+
+
 def test_gradients(fusion):
     assignment, x, y, weights, sizes = fusion
     found = [tensor.clone().requires_grad_() for tensor in (x, y)]

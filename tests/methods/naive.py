@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -120,3 +121,10 @@ def assert_images_do_not_meet(model: nn.Module, images: Tensor) -> None:
     """A fused model in float64 gives a batch what it gives its images one by one."""
     apart = torch.cat([run(model, images[i : i + 1]) for i in range(len(images))])
     torch.testing.assert_close(run(model, images), apart, atol=1e-9, rtol=1e-9)
+
+
+def assert_refused_for_want_of_a_class_token(model: nn.Module, method: str) -> None:
+    """The error says why, and the model can still be fused by another method."""
+    with pytest.raises(mctf.MctfError, match=r"the class token, which this model's blocks have not: use '"):
+        mctf.fuse(model, method)
+    mctf.unfuse(mctf.fuse(model, "tome", r=4))

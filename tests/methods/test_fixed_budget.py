@@ -17,10 +17,10 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("evit", {}),
     ("evit", {"fuse_inattentive": False}),
     ("bat", {}),
-    ("bat", {"clusters": 0.4, "pairs": 0.3}),
+    ("bat", {"clusters": 0.4, "pairs": 0}),
     ("random", {}),
 ]
-MODELS = ["registers", "eva02", "beit", "map_pool_prefix"]
+MODELS = ["registers", "eva02"]
 every_method = pytest.mark.parametrize(("method", "options"), METHODS, ids=str)
 every_model = pytest.mark.parametrize("name", MODELS)
 SCHEDULE = [0.3, 20, 0, 0.4]
@@ -107,15 +107,25 @@ def test_copies_are_independent_and_unfuse_restores(method: str, options: dict[s
     assert torch.equal(run(mctf.unfuse(model), images), plain)
 
 
-@every_method
+@pytest.mark.parametrize("method", ["evit", "bat", "random"])
 @torch.no_grad()
-def test_one_graph_equals_eager(method: str, options: dict[str, Any]) -> None:
+def test_one_graph_equals_eager(method: str) -> None:
     torch.compiler.reset()
-    model = make("registers", depth=2)
+    model = make("registers", depth=1)
     images = make_images(model, 2)
-    mctf.fuse(model, method, r=[0.3, 12], **options)
+    mctf.fuse(model, method, r=[0.3])
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(images), model(images), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["evit", "bat", "random"])
+@torch.no_grad()
+def test_export_with_any_batch(method: str) -> None:
+    model = mctf.fuse(make("plain", depth=1), method, r=[0.3])
+    batch = torch.export.Dim("batch", min=2, max=64)
+    exported = torch.export.export(model, (make_images(model, 2),), dynamic_shapes=({0: batch},))
+    images = make_images(model, 5)
+    torch.testing.assert_close(exported.module()(images), model(images), atol=1e-5, rtol=1e-5)
 
 
 @every_method

@@ -6,6 +6,7 @@ the same moods of the machine. Under torchrun every process brings batches of it
 Axes: B images, 3 H W.
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -18,6 +19,7 @@ from ..api import fuse, fused_stack
 from ..core.schedule import ReductionSpec
 from ..data import Batch
 from ..errors import MctfError
+from ..learned import UntrainedWarning, kept_aside
 from ..models.sharing import copy_sharing_weights
 from ..processes import gather
 from .fidelity import Output, Scores, average, score
@@ -106,15 +108,20 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], settings: Sequence[Sett
     ]
     if plain not in contenders:
         rows.insert(0, _row(BASE, plain, plan(model, r=0, image_size=size), None))
-    return Evaluation(plain.images, tuple(rows), _notes(plans, rows, classifies))
+    untrained = [setting.method for setting, each in zip(settings, contenders, strict=True) if each.untrained]
+    return Evaluation(plain.images, tuple(rows), (*_notes(plans, rows, classifies), *_untrained_notes(untrained)))
 
 
 @dataclass(eq=False)
 class _Contender:
-    """A model under one setting, with what was seen of it. counts: tokens of each image, where images decide."""
+    """A model under one setting, with what was seen of it. counts: tokens of each image, where images decide.
+
+    untrained: whether the method has layers that nobody has trained.
+    """
 
     model: nn.Module
     adaptive: bool = False
+    untrained: bool = False
     counts: list[Tensor] = field(default_factory=list)
     pace: Pace = field(default_factory=Pace)
     seen: list[Scores] = field(default_factory=list)
@@ -124,10 +131,12 @@ class _Contender:
     def of(cls, model: nn.Module, setting: Setting) -> "_Contender":
         """Every setting is fused, so that all of them are checked; r = 0 is then run as the plain model itself."""
         options = dict(setting.options)
-        fused = fuse(copy_sharing_weights(model), setting.method, r=setting.r, blocks=setting.blocks, **options)
+        with warnings.catch_warnings(action="ignore", category=UntrainedWarning):  # a note says it
+            fused = fuse(copy_sharing_weights(model), setting.method, r=setting.r, blocks=setting.blocks, **options)
         if setting.is_plain:
             return cls(copy_sharing_weights(model).eval())
-        return cls(fused.eval(), adaptive=fused_stack(fused).method.adaptive)
+        stack = fused_stack(fused)
+        return cls(fused.eval(), stack.method.adaptive, untrained=bool(stack.layers) and not kept_aside(model))
 
     @property
     def images(self) -> int:
@@ -192,3 +201,7 @@ def _notes(plans: Sequence[Plan], rows: Sequence[Row], classifies: bool) -> tupl
     if not classifies:
         notes.append("the model has no classifier: agreement, KL and accuracy are unknown")
     return tuple(notes)
+
+
+def _untrained_notes(methods: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"the layers of {name} are untrained: fine-tune the model with it" for name in dict.fromkeys(methods))

@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from ..core.cost import Cost
 from ..core.schedule import Entry, Reduction, ReductionSpec, make_schedule, read_blocks, reductions
 from ..errors import MctfError
 from ..hosts import Architecture, find_host
+from ..learned import split_state
 from ..methods import make_method
 from ..methods.adaptive import Adaptive
 from ..methods.base import Method, check_switches
@@ -25,7 +27,8 @@ class Plan:
     multiply-add). gflops_run counts what this implementation executes, which the paper's formula does not; with r = 0
     that is the plain model as fvcore counts it, and differs from gflops_base for LV-ViT alone, whose second
     classifier the paper leaves out. adaptive: whether each image decides how many tokens remain; what is said here then
-    is the most that it can be, and `mctf.analysis.measured` says what it is.
+    is the most that it can be, and `mctf.analysis.measured` says what it is. parameters: of the model with the layers
+    of a learned method; learned_parameters: of these layers alone.
     """
 
     model: str
@@ -38,6 +41,8 @@ class Plan:
     gflops_base: float
     gflops_run: float
     adaptive: bool = False
+    parameters: int = 0
+    learned_parameters: int = 0
 
     @property
     def token_counts(self) -> list[int]:
@@ -61,14 +66,18 @@ class Plan:
 
     def as_dict(self) -> dict[str, object]:
         """Plain numbers, for JSON."""
-        names = ("model", "method", "r", "token_counts", "gflops", "gflops_base", "gflops_run", "saved", "notes")
-        return {name: getattr(self, name) for name in names}
+        costs = ("gflops", "gflops_base", "gflops_run", "saved", "parameters", "learned_parameters")
+        return {name: getattr(self, name) for name in ("model", "method", "r", "token_counts", *costs, "notes")}
 
     def __str__(self) -> str:
         rows = [f"{self.model}, {self.method} r={self.r}", "block  tokens in  fused  tokens out  GFLOPs"]
         for index, (step, cost) in enumerate(zip(self.reductions, self.block_gflops, strict=True)):
             rows.append(f"{index:5d}{step.tokens:11d}{step.taken:7d}{step.remaining:12d}{cost:8.3f}")
         rows.append(f"{self.gflops:.2f} GFLOPs of {self.gflops_base:.2f} ({self.saved:.0%} saved)")
+        if self.learned_parameters:
+            rows.append(
+                f"{self.parameters / 1e6:.1f} M parameters, {self.learned_parameters / 1e6:.2f} M of them learned"
+            )
         return "\n".join(rows + [f"note: {note}" for note in self.notes])
 
 
@@ -86,7 +95,8 @@ def plan(
     check_switches(dense=dense)
     size = _read_size(image_size)
     made = make_method(method, options)
-    host = find_host(create_empty(model, image_size=size) if isinstance(model, str) else model)
+    module = create_empty(model, image_size=size) if isinstance(model, str) else model
+    host = find_host(module)
     made = made.suited(class_token=host.class_token)
     architecture = host.architecture(size)
     r = made.default_r if r is None else r
@@ -96,7 +106,17 @@ def plan(
         blocks=read_blocks(blocks),
         default_blocks=made.default_blocks(len(architecture.blocks)),
     )
-    return _plan(replace(architecture, reads_every_token=architecture.reads_every_token or dense), made, schedule, r)
+    result = _plan(replace(architecture, reads_every_token=architecture.reads_every_token or dense), made, schedule, r)
+    learned = _learned_parameters(architecture, made, schedule)
+    own, _ = split_state(dict(module.named_parameters()))
+    parameters = learned + sum(value.numel() for value in own.values())
+    return replace(result, parameters=parameters, learned_parameters=learned)
+
+
+def _learned_parameters(architecture: Architecture, method: Method, schedule: Sequence[Entry]) -> int:
+    with torch.device("meta"):
+        layers = method.make_layers(architecture.blocks, schedule)
+    return 0 if layers is None else sum(value.numel() for value in layers.parameters())
 
 
 def _read_size(image_size: int | tuple[int, int] | None) -> tuple[int, int] | None:

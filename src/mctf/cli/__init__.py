@@ -11,6 +11,7 @@ import click
 _VERBS = {
     "plan": "Token counts and GFLOPs of a model, without running it.",
     "eval": "Accuracy, fidelity and speed of a model over several r.",
+    "compare": "Methods against each other at equal cost.",
     "finetune": "Train a model to lose nothing by fusing.",
     "bench": "Speed of plain, fused and free-drop models, in one run.",
     "visualize": "A picture of which patches were fused.",

@@ -26,12 +26,14 @@ Examples:
 """,
 )
 @click.argument("model")
-@click.option("-r", "reduction", default="16", show_default=True, help="Tokens to fuse a block: 16, 0.35 or fast.")
+@click.option("-r", "reduction", help="Tokens to fuse a block: 16, 0.35 or fast; as the method's authors by default.")
 @method_option
 @blocks_option
 @image_size_option
 @json_option
-def command(model: str, reduction: str, method: str, blocks: str | None, image_size: str | None, as_json: bool) -> None:
+def command(
+    model: str, reduction: str | None, method: str, blocks: str | None, image_size: str | None, as_json: bool
+) -> None:
     """Token counts and GFLOPs of MODEL, block by block, without running it.
 
     MODEL is a name of timm's, or hf: and a name or a saved directory of transformers'.
@@ -40,7 +42,7 @@ def command(model: str, reduction: str, method: str, blocks: str | None, image_s
 
     result = plan(
         model,
-        r=parse_reduction(reduction),
+        r=None if reduction is None else parse_reduction(reduction),
         method=method,
         blocks=parse_blocks(blocks),
         image_size=parse_image_size(image_size),

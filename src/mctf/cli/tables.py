@@ -7,11 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ..analysis.benchmark import Result
+from ..analysis.contest import Outcome, Standing
 from ..analysis.evaluate import Row
+from ..core.schedule import ReductionSpec
 
 _PIPE_WIDTH = 120
 _HEADINGS = ("method", "r", "top-1 %", "top-5 %", "agree %", "KL", "cosine", "GFLOPs", "images/s")
-
 
 _TIMINGS = ("contender", "ms", "spread", "images/s", "speed-up", "GFLOPs", "peak MiB", "off by")
 
@@ -24,6 +25,12 @@ def print_rows(rows: Sequence[Row], *, title: str, notes: Sequence[str]) -> None
 def print_benchmark(results: Sequence[Result], *, title: str, notes: Sequence[str]) -> None:
     """The contenders of a benchmark on stdout, then what follows from them."""
     _print(_TIMINGS, [_timing_cells(each) for each in results], title, notes)
+
+
+def print_outcome(outcome: Outcome, *, title: str, notes: Sequence[str]) -> None:
+    """The standings of methods at equal cost on stdout below the plain model, then what follows from them."""
+    rows = [[*_cells(outcome.base), "-", ""], *(_standing_cells(each) for each in outcome.standings)]
+    _print((*_HEADINGS, "wanted", "remark"), rows, title, notes)
 
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, notes: Sequence[str]) -> None:
@@ -39,6 +46,12 @@ def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, n
     console.print(table)
     for note in notes:
         console.print(note, soft_wrap=True)
+
+
+def _standing_cells(standing: Standing) -> list[str]:
+    entrant = standing.entrant
+    remark = "untrained" if entrant.untrained else entrant.kind
+    return [*_cells(standing.row), "own" if entrant.target is None else f"{entrant.target:g}", remark]
 
 
 def _timing_cells(result: Result) -> list[str]:
@@ -64,7 +77,15 @@ def _cells(row: Row) -> list[str]:
         ("" if row.mean_tokens is None else "~") + _number(row.gflops, ".2f"),
         _number(row.images_per_second, ".1f"),
     )
-    return [row.method, str(row.r), *numbers]
+    return [row.method, _reduction(row.r), *numbers]
+
+
+def _reduction(r: ReductionSpec) -> str:
+    """r as it was given; of a list the mean over the blocks that fuse."""
+    if isinstance(r, (str, int, float)):
+        return str(r)
+    taken = [entry for entry in r if entry]
+    return f"{sum(taken) / max(1, len(taken)):.2f}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -1,7 +1,8 @@
 """Tokens that each image keeps for itself, packed to the front and padded to the fullest image of the batch.
 
 Images of a batch may keep different numbers of tokens. The tokens that stay move up in their old order; a shorter image
-gets padding behind them, rows of zeros with size 0 that nobody attends to.
+gets padding behind them, rows of zeros with size 0 that nobody attends to. After the last block, copies of its last
+token take their place.
 
 Axes: B images, N tokens before, M after: as many as the image keeps that keeps most.
 """
@@ -60,3 +61,15 @@ def pack(stays: Tensor, *, protected: int) -> Packing | None:
     kept = (~stays).int().argsort(dim=1, stable=True)[:, :most]
     present = None if fewest == most else place[:most] < counts[:, None]
     return Packing(Assignment(slots, most), stays.float(), kept, present)
+
+
+def fill_padding(x: Tensor, sizes: Tensor | None) -> Tensor:
+    """Tokens (B M C) with the last one of each image in the place of its padding.
+
+    A head that takes reduced tokens as they are cannot mind how often a token is there; zeros it might.
+    """
+    if sizes is None:
+        return x
+    last = (sizes > 0).sum(dim=1, keepdim=True) - 1
+    index = torch.minimum(torch.arange(x.shape[1], device=x.device), last)
+    return x.gather(1, index[..., None].expand_as(x))

@@ -31,6 +31,7 @@ def pooling_kernel(
     size = tl.zeros([SLOTS], tl.float32)
     # weights are taken relative to the first member's: a token alone in its slot then comes out unchanged
     first = tl.load(weights + image * tokens + tl.load(order + image * tokens + begin, mask=inside, other=0))
+    first = tl.where(first == 0.0, 1.0, first)  # tokens that were dropped count for nothing in their slot
     for turn in range(0, tl.max(members, 0)):
         has = turn < members
         token = tl.load(order + image * tokens + begin + turn, mask=has, other=0)

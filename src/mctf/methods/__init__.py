@@ -5,17 +5,23 @@ from dataclasses import fields
 from types import ModuleType
 
 from ..errors import MctfError, did_you_mean
+from .a_vit import AViT
 from .ats import ATS
 from .base import Method
 from .bat import BAT
+from .dynamic_vit import DynamicViT
 from .evit import EViT
+from .evo_vit import EvoViT
 from .free_drop import FreeDrop
+from .ia_red2 import IARED2
 from .mctf import MCTF, MCTFExact
 from .random_drop import RandomDrop
+from .spvit import SPViT
 from .tome import ToMe
 
 _REGISTRY: dict[str, type[Method]] = {
-    cls.name: cls for cls in (MCTF, MCTFExact, ToMe, EViT, BAT, ATS, RandomDrop, FreeDrop)
+    cls.name: cls
+    for cls in (MCTF, MCTFExact, ToMe, EViT, BAT, ATS, AViT, IARED2, DynamicViT, SPViT, EvoViT, RandomDrop, FreeDrop)
 }
 
 

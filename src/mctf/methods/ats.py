@@ -27,15 +27,16 @@ from ..core.packing import pack
 from ..core.schedule import Entry, tokens_asked
 from ..errors import MctfError
 from .adaptive import Adaptive, present
-from .base import BlockOps, Step, Turn, run_unfused
+from .base import BlockOps, Step, Turn, check_class_token, run_unfused
 
 
 @dataclass(frozen=True)
 class ATS(Adaptive):
-    """r tokens or more leave each image in a sampling block; r = 1, the default, asks no more than sampling does.
+    """K is the same in all sampling blocks: 197 for the 197 tokens of a DeiT, as published, at the default r = 1.
 
-    samples: K of every sampling block; None for as many as tokens enter the model, 197 in a DeiT, as published. An
-        r above 1 lowers it in each block to the number of tokens that are to remain.
+    A larger r (a count, or a ratio of the unprotected tokens that enter the model) lowers K to as many as it leaves of
+    those. So r tokens or more leave at the first sampling block, and then at least one at each.
+    samples: K for r = 1; None for as many as tokens enter the model.
     """
 
     samples: int | None = None
@@ -50,11 +51,7 @@ class ATS(Adaptive):
             raise MctfError(f"samples={self.samples!r} must be a whole number from 1 on, or None for all tokens")
 
     def suited(self, *, class_token: bool) -> Self:
-        if not class_token:
-            raise MctfError(
-                f"method {self.name!r} ranks tokens by the attention of the class token, which this model's blocks "
-                "have not: use 'mctf' or 'tome'"
-            )
+        check_class_token(self.name, class_token)
         return self
 
     def default_blocks(self, depth: int) -> range:
@@ -62,10 +59,13 @@ class ATS(Adaptive):
         return range(round(depth / 4), depth)
 
     def asked(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
-        return tokens_asked(entry, tokens - protected)
+        """What sampling takes at least: it leaves no more than r leaves of the first tokens, and never all."""
+        remaining = initial - tokens_asked(entry, initial - protected)
+        return max(1, tokens - remaining) if entry else 0
 
     def leaving(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
-        return max(0, min(tokens_asked(entry, tokens - protected), tokens - self.min_tokens))
+        asked = self.asked(entry, tokens, protected=protected, initial=initial, stage=stage)
+        return max(0, min(asked, tokens - self.min_tokens))
 
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
         entered = x.shape[1] if turn.carry is None else turn.carry
@@ -86,20 +86,19 @@ class ATS(Adaptive):
     @torch.no_grad()
     def _stays(self, significance: Tensor, there: Tensor, entered: int, turn: Turn) -> Tensor:
         """Which tokens stay, from the significance of all (B N) and whether they are there or padding: B N, bool."""
-        first, significance, there = (
-            there[:, : turn.protected],
-            significance[:, turn.protected :],
-            there[:, turn.protected :],
-        )
-        least = max(0, self.min_tokens - turn.protected)
-        counts = there.sum(dim=1)
-        allowed = _remaining_at_most(turn.entry, counts, least)
-        samples = entered if self.samples is None else self.samples
-        numbers = torch.where(counts - allowed > 1, allowed.clamp_max(samples), samples)
-        sampled = sample(significance, there, numbers, most=samples)
+        first, there = there.split([turn.protected, there.shape[1] - turn.protected], dim=1)
+        significance = significance[:, turn.protected :]
+        least = max(1, self.min_tokens - turn.protected)
+        sampled = sample(significance, there, max(least, self._samples(entered, turn)))
         enough = sampled.sum(dim=1, keepdim=True) >= least
         ranked = rank_descending(significance.where(there, -1)) < least
         return torch.cat([first, torch.where(enough, sampled, ranked & there)], dim=1)
+
+    def _samples(self, entered: int, turn: Turn) -> int:
+        """K, with so many tokens entering the first block."""
+        most = entered if self.samples is None else self.samples
+        r = tokens_asked(turn.entry, entered - turn.protected)
+        return most if r <= 1 else min(most, entered - turn.protected - r)
 
     def cost_of(self, shape: BlockShape, tokens: int, remaining: int, *, protected: int) -> Cost:
         """The paper's account and ours: attention for all queries, of which some are thrown away, as published."""
@@ -109,8 +108,8 @@ class ATS(Adaptive):
         return Cost(paper=cost, run=cost)
 
 
-def sample(significance: Tensor, there: Tensor, numbers: Tensor, *, most: int) -> Tensor:
-    """Which tokens answer to one of an image's `numbers` (B, at most `most`) of samples: B n, bool.
+def sample(significance: Tensor, there: Tensor, samples: int) -> Tensor:
+    """Which tokens answer to one of K samples: B n, bool.
 
     significance: B n, not negative; there: B n, False for padding, which never answers.
     """
@@ -123,22 +122,15 @@ def sample(significance: Tensor, there: Tensor, numbers: Tensor, *, most: int) -
     height = height.where(real, -1)  # padding is first in the order and nearest to nothing
 
     start = height.where(height > 0, 1).amin(dim=1, keepdim=True)
-    step = torch.arange(most, device=height.device) / (numbers[:, None] - 1).clamp_min(1)
-    drawn = torch.arange(most, device=height.device) < numbers[:, None]  # B K
-    level = start + (1 - start) * step.to(height.dtype)
+    step = torch.linspace(0, 1, samples, dtype=height.dtype, device=height.device)
+    level = start + (1 - start) * step  # B K
     above = torch.searchsorted(height, level).clamp_max(height.shape[1] - 1)
     below = (above - 1).clamp_min(0)
     nearer_below = level - height.gather(1, below) <= height.gather(1, above) - level
     answers = order.gather(1, torch.where(nearer_below, below, above))
-    return torch.zeros_like(order).scatter_add(1, answers, drawn.long()) > 0
+    return torch.zeros_like(order).scatter(1, answers, 1) > 0
 
 
 def _lengths(v: Tensor) -> Tensor:
     """Length of each token's values over all heads, B H N d -> B N."""
     return at_least_float32(v).square().sum(dim=(1, 3)).sqrt()
-
-
-def _remaining_at_most(entry: Entry, counts: Tensor, least: int) -> Tensor:
-    """How many of an image's tokens (counts, B) may remain by the schedule; not fewer than `least`: B."""
-    asked = entry if isinstance(entry, int) else (entry * counts.double() + 1e-9).floor().long()
-    return torch.maximum(counts - asked, counts.clamp_max(least))

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..core.cost import BlockShape, Cost
 from ..core.schedule import Entry, ReductionSpec, fast_blocks, tokens_asked
-from ..errors import MctfError
-from .base import BlockOps, Method, Step, Turn
+from .base import BlockOps, Method, Step, Turn, check_class_token
 
 
 class Attentive(Method):
@@ -29,11 +28,7 @@ class Attentive(Method):
         return 1
 
     def suited(self, *, class_token: bool) -> Self:
-        if not class_token:
-            raise MctfError(
-                f"method {self.name!r} ranks tokens by the attention of the class token, which this model's blocks "
-                "have not: use 'mctf' or 'tome'"
-            )
+        check_class_token(self.name, class_token)
         return self
 
     def default_blocks(self, depth: int) -> tuple[int, ...]:

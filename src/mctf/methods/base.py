@@ -122,6 +122,15 @@ class Step:
     carry: Any = None
 
 
+def check_class_token(method: str, class_token: bool) -> None:
+    """Raise MctfError for a method that needs a class token where there is none."""
+    if not class_token:
+        raise MctfError(
+            f"method {method!r} ranks tokens by the attention of the class token, which this model's blocks "
+            "have not: use 'mctf' or 'tome'"
+        )
+
+
 def check_switches(**switches: object) -> None:
     """Raise MctfError unless each of these options is True or False: "no" would mean yes."""
     for option, value in switches.items():
@@ -183,6 +192,15 @@ class Method(ABC):
     def make_layers(self, shapes: Sequence[BlockShape], schedule: Sequence[Entry]) -> nn.ModuleDict | None:
         """Layers of its own for a model with such blocks, by block number; None where nothing is learned."""
         return None
+
+    def layers_of(self, turn: Turn) -> nn.Module:
+        """Its own layers for this block; raises MctfError where there are none."""
+        if turn.layers is None:
+            raise MctfError(
+                f"{self.name} has no layers for block {turn.index}: unfuse the model, and fuse it with this r from the "
+                "beginning"
+            )
+        return turn.layers
 
     def finish(self, x: Tensor, carry: Any) -> Tensor | None:
         """Tokens to leave the last block in the place of x, one per input token; None to leave x as it is."""

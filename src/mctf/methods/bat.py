@@ -96,7 +96,8 @@ class BAT(Attentive):
         protected, left = turn.protected, x.shape[1] - turn.r
         budget = self.budget(x.shape[1] - protected, turn.r)
         rank = matching.rank_descending(a[:, protected:])
-        ordered = torch.take_along_dim(x[:, protected:], rank.argsort(dim=1)[..., None], dim=1)
+        order = rank.argsort(dim=1)[..., None].expand(-1, -1, x.shape[2])
+        ordered = x[:, protected:].gather(1, order)
 
         alone = protected + budget.untouched
         attentive = _fuse_pairs(ordered[:, budget.untouched :][:, : budget.lower], budget.pairs, alone)

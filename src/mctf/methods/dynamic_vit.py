@@ -16,12 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..core.assignment import Assignment
 from ..core.cost import NORM, BlockShape, Cost
 from ..core.criteria import at_least_float32
-from ..core.keeping import keep_best, slots_of
+from ..core.keeping import keep_best
 from .base import BlockOps, Step, Turn
-from .selecting import Decisions, Selecting, decide, run_masked, seen_mean
+from .selecting import Decisions, Selecting, decide, ones_for, run_masked, seen_mean
 
 
 @dataclass(frozen=True)
@@ -43,17 +42,17 @@ class DynamicViT(Selecting):
         if turn.r == 0:
             return Step(block.plain(x), None)
         patches = x[:, turn.protected :]
-        scores = self.layers_of(turn)(patches, patches.new_ones(patches.shape[:2]))[..., 0]
+        scores = self.layers_of(turn)(patches, ones_for(patches))[..., 0]
         kept = keep_best(scores, patches.shape[1] - turn.r, protected=turn.protected)
         x = block.fused(kept.assignment, kept.weights).plain(kept.of(x))
         return Step(x, None, kept.assignment, kept.weights)
 
     def _train(self, block: BlockOps, x: Tensor, turn: Turn) -> Step:
-        decisions: _Masked | None = turn.carry
+        decisions: Decisions | None = turn.carry
         if turn.r > 0:
             patches = x[:, turn.protected :]
-            decisions = decisions or _Masked((), (), patches.shape[1], turn.protected)
-            log_probabilities = self.layers_of(turn)(patches, decisions.last(patches))
+            decisions = decisions or Decisions(ones_for(patches), patches.shape[1], turn.protected)
+            log_probabilities = self.layers_of(turn)(patches, decisions.now)
             decisions = decisions.then(decide(log_probabilities), turn.r)
         if decisions is None:
             return Step(block.plain(x), None)
@@ -61,7 +60,7 @@ class DynamicViT(Selecting):
 
     def finish(self, x: Tensor, carry: Any) -> Tensor | None:
         """In training, what inference gives to whoever reads every token."""
-        return None if carry is None else carry.spread(x)
+        return None if carry is None else torch.take_along_dim(x, _shown(carry)[..., None], dim=1)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         cost = shape.plain(tokens - r)
@@ -70,32 +69,13 @@ class DynamicViT(Selecting):
         return Cost(paper=cost, run=cost)
 
 
-@dataclass(frozen=True)
-class _Masked(Decisions):
-    """Decisions on patches that follow so many protected tokens."""
-
-    protected: int = 0
-
-    def last(self, patches: Tensor) -> Tensor:
-        """The patches that are left before the next stage: B n."""
-        return self.kept[-1] if self.kept else patches.new_ones(patches.shape[:2])
-
-    def then(self, drawn: Tensor, r: int) -> "_Masked":
-        """With one more stage, after which r patches fewer are to be left."""
-        kept = drawn * self.kept[-1] if self.kept else drawn
-        left = self.left - r
-        return _Masked((*self.kept, kept), (*self.targets, left / kept.shape[1]), left, self.protected)
-
-    def seen(self) -> Tensor:
-        """B N: all protected tokens, and the patches that are kept."""
-        kept = self.kept[-1]
-        return torch.cat([kept.new_ones(kept.shape[0], self.protected), kept], dim=1)
-
-    def spread(self, x: Tensor) -> Tensor:
-        """Each token (B N C), or the one that inference would show in its place."""
-        stays = self.seen().detach().long()
-        places = stays.cumsum(1).masked_fill(stays == 0, 0) - 1
-        ...
+def _shown(decisions: Decisions) -> Tensor:
+    """The place of the token that stands for each token in the end, B N: itself, or the one kept before it."""
+    stays, protected = decisions.seen().detach() > 0, decisions.protected
+    places = torch.arange(stays.shape[1], device=stays.device)
+    before = torch.where(stays, places, -1).cummax(dim=1).values
+    first = protected + stays[:, protected:].int().argmax(dim=1, keepdim=True)
+    return torch.where((places >= protected) & (before < protected), first, before)
 
 
 class Predictor(nn.Module):

@@ -51,8 +51,8 @@ class EViT(Attentive):
         # the last place is that of the fused token, or of the least attentive one that stays
         assignment = Assignment(place.clamp_max(left - 1), left)
         if not self.fuse_inattentive:
-            weights = (place < left).float()
-            return Step(kernels.pool(x, weights, assignment), None, assignment, weights)
+            kept = place.argsort(dim=1)[:, :left, None].expand(-1, -1, x.shape[2])
+            return Step(x.gather(1, kept), None, assignment, (place < left).float())
         weights = a.clamp_min(TINY)
         mass = weights.where(place >= left - 1, 0).sum(dim=1)
         x = kernels.pool(x, weights, assignment)

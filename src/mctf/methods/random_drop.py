@@ -16,7 +16,8 @@ from ..core.cost import BlockShape, Cost
 from ..errors import MctfError
 from .base import BlockOps, Method, Step, Turn
 
-_FACTOR = 6364136223846793005  # odd and without pattern: Knuth's multiplier for 64-bit congruential generators
+# The largest prime below 2^26 for which cubing mixes all numbers below it; products of two stay exact in float64.
+_PRIME = 67_108_859
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class RandomDrop(Method):
             return Step(block.plain(x), None)
         batch, tokens, _ = x.shape
         first, index = turn.protected, torch.arange(tokens, device=x.device)
-        order = first + _shuffled(tokens - first, (self.seed << 8) + turn.index, x.device)
+        order = first + _shuffled(tokens - first, (self.seed * 1_000_003 + turn.index) * 10_007, x.device)
         stays = torch.ones_like(index).index_fill(0, order[: turn.r], 0)
         kept = torch.cat([index[:first], order[turn.r :].sort().values])
         # To have a place at all, a dropped token is mapped to the one before it that stays, or to the first of those
@@ -60,9 +61,12 @@ class RandomDrop(Method):
 
 
 def _shuffled(places: int, key: int, device: torch.device) -> Tensor:
-    """0 .. places - 1 in an order that looks random and follows from the key alone; int64 products wrap around."""
-    value = torch.arange(places, device=device) + (key << 20)
-    for shift in (29, 32):
-        value = value * _FACTOR
-        value = value ^ (value >> shift)
-    return (value * _FACTOR).argsort()
+    """0 .. places - 1 in an order that looks random and follows from the key alone.
+
+    In whole numbers of float64, exact everywhere: a compiler folds integers into index arithmetic of fewer bits.
+    """
+    key = key % _PRIME
+    value = torch.arange(places, dtype=torch.float64, device=device) + key
+    for _ in range(2):
+        value = (value * value % _PRIME * value + key) % _PRIME
+    return value.argsort()

@@ -22,8 +22,8 @@ Axes: B images, H heads, N tokens, n of them patches, C channels.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -33,24 +33,35 @@ from ..core.cost import BlockShape
 from ..core.criteria import at_least_float32
 from ..core.schedule import Entry, ReductionSpec, fast_blocks, tokens_asked
 from ..errors import MctfError
-from .base import BlockOps, Method, Turn
+from .base import BlockOps, Method
 
 _EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What was decided in training so far.
+    """What was decided in training so far, on patches that follow so many protected tokens.
 
-    kept: after each stage, B n, 1 for the patches that are kept; a gradient flows through it. targets: the share that
-    is to be kept after each stage. left: how many patches that is after the last one.
+    now: B n, 1 for the patches that are still kept; a gradient flows through it. left: how many are to be.
+    kept, targets: after each stage, what `now` was, and the share that was to be kept.
     """
 
-    kept: tuple[Tensor, ...]
-    targets: tuple[float, ...]
+    now: Tensor
     left: int
+    protected: int
+    kept: tuple[Tensor, ...] = ()
+    targets: tuple[float, ...] = ()
 
-    def shares(self) -> list[float]:
+    def then(self, drawn: Tensor, r: int) -> Self:
+        """After one more stage, which drew these (B n) to be kept and was to take r of those that were left."""
+        now, left = drawn * self.now, self.left - r
+        return replace(self, now=now, left=left, kept=(*self.kept, now), targets=(*self.targets, left / now.shape[1]))
+
+    def seen(self) -> Tensor:
+        """All tokens that attention sees, protected ones included: B N."""
+        return torch.cat([self.now.new_ones(len(self.now), self.protected), self.now], dim=1)
+
+    def kept_shares(self) -> list[float]:
         """The share of patches kept after each stage."""
         return [float(kept.detach().mean()) for kept in self.kept]
 
@@ -111,14 +122,6 @@ class Selecting(Method):
         """What scores the patches before one block."""
         raise NotImplementedError
 
-    def layers_of(self, turn: Turn) -> nn.Module:
-        if turn.layers is None:
-            raise MctfError(
-                f"{self.name} has no layers for block {turn.index}: unfuse the model, and fuse it with this r from the "
-                "beginning"
-            )
-        return turn.layers
-
     def extra_loss(self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Any]) -> Tensor:
         """The loss beside the cross-entropy; see `ExtraLoss` in `mctf.train.objective`."""
         branch = branches[0]
@@ -131,7 +134,12 @@ class Selecting(Method):
             return loss
         if lesson.logits is not None:
             loss = loss + self.answer_weight * divergence(branch.logits, lesson.logits)
-        return loss + self.token_weight * token_distance(branch.tokens, lesson.tokens, decisions.kept[-1])
+        return loss + self.token_weight * token_distance(branch.tokens, lesson.tokens, decisions.now)
+
+
+def ones_for(x: Tensor) -> Tensor:
+    """One for each token of x (B n C), in at least float32: B n."""
+    return at_least_float32(x.new_ones(x.shape[:2]))
 
 
 def decide(log_probabilities: Tensor) -> Tensor:

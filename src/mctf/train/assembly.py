@@ -1,6 +1,7 @@
 """From a recipe to a run that is ready to go: model, images, teacher, optimiser, objective."""
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from ..api import fuse, fused_stack
 from ..data import Feed, FeedOptions, Preprocessing, make_feed
 from ..errors import MctfError
+from ..learned import UntrainedWarning
 from ..models.loading import create, load_model
 from ..processes import Processes
 from .checkpoints import Checkpoints
@@ -20,6 +22,7 @@ from .distillation import Distillation, Teacher
 from .engine import Trainer
 from .objective import Objective
 from .optimiser import Schedule, Steps, make_optimiser
+from .original import Original
 from .recipe import Recipe
 
 _MOST_WORKERS = 8
@@ -33,15 +36,26 @@ def assemble(recipe: Recipe, processes: Processes, *, on_decoding: OnDecoding | 
     model: Any = load_student(recipe)
     preprocessing = Preprocessing.of(model)
     feed = _feed(recipe, preprocessing, processes, on_decoding)
-    if model.num_classes != feed.classes:
+    knows_classes = model.num_classes == feed.classes
+    if not knows_classes:
         model.reset_classifier(feed.classes)
-    return assemble_around(model, feed, recipe, processes, preprocessing=preprocessing)
+    return assemble_around(model, feed, recipe, processes, preprocessing=preprocessing, knows_classes=knows_classes)
 
 
 def assemble_around(
-    model: nn.Module, feed: Feed, recipe: Recipe, processes: Processes, *, preprocessing: Preprocessing | None = None
+    model: nn.Module,
+    feed: Feed,
+    recipe: Recipe,
+    processes: Processes,
+    *,
+    preprocessing: Preprocessing | None = None,
+    knows_classes: bool = True,
 ) -> Trainer:
-    """The same for a plain model and a feed of one's own; preprocessing: of the feed's images, for a teacher."""
+    """The same for a plain model and a feed of one's own.
+
+    preprocessing: of the feed's images, for a teacher. knows_classes: whether the model's classifier is one for the
+    classes of the feed already.
+    """
     steps = Steps(feed.steps(), recipe.accumulate, recipe.all_epochs)
     if steps.total == 0:
         raise MctfError(f"{feed.images} images are too few for one step of this size: lower batch or accumulate")
@@ -49,9 +63,16 @@ def assemble_around(
     if recipe.channels_last:
         model.to(memory_format=torch.channels_last)
     teacher = _teacher(recipe, preprocessing or Preprocessing.of(model), feed.classes, processes)
+    original = _original(recipe, model, knows_classes=knows_classes)
+    if recipe.fuses:
+        with warnings.catch_warnings(action="ignore", category=UntrainedWarning):
+            fuse(model, recipe.method, r=recipe.r, blocks=recipe.blocks, **recipe.method_options)
+    # after fusing, so that a method's own layers are averaged and trained as well
     average = None if recipe.ema is None else ModelEmaV3(model, decay=recipe.ema, use_warmup=True)
     optimiser = make_optimiser(model, recipe)
-    objective = _objective(recipe, model)
+    objective = _objective(recipe, model, original)
+    if recipe.compile:
+        compile_blocks(model)
     return Trainer(
         recipe=recipe,
         processes=processes,
@@ -120,11 +141,21 @@ def _teacher(recipe: Recipe, seen_by: Preprocessing, classes: int, processes: Pr
     return Teacher(model, seen_by=seen_by, classes=classes)
 
 
-def _objective(recipe: Recipe, model: nn.Module) -> Objective:
-    """Fuses the model, compiles its blocks, and says what it is trained for."""
+def _original(recipe: Recipe, model: nn.Module, *, knows_classes: bool) -> Original | None:
+    """The plain model as it is, for a method that learns from it; random weights teach nothing."""
+    method = recipe.made_method()
+    if method is None or not method.learns_from_original or recipe.random_weights:
+        return None
+    original = Original(model, knows_classes=knows_classes)
+    if recipe.compile:
+        original.model.compile()
+    return original
+
+
+def _objective(recipe: Recipe, model: nn.Module, original: Original | None) -> Objective:
+    """What the model is trained for."""
     consistency = extra = None
     if recipe.fuses:
-        fuse(model, recipe.method, r=recipe.r, blocks=recipe.blocks, **recipe.method_options)
         extra = getattr(fused_stack(model).method, "extra_loss", None)
     if recipe.objective == "consistency":
         consistency = Consistency(
@@ -133,9 +164,14 @@ def _objective(recipe: Recipe, model: nn.Module) -> Objective:
             smoothing=recipe.smoothing,
             up_to=recipe.lighter_r,
         )
-    if recipe.compile:
-        compile_blocks(model)
     distillation = None
     if recipe.teacher is not None:
         distillation = Distillation(weight=recipe.teaching, temperature=recipe.temperature)
-    return Objective(model, consistency=consistency, smoothing=recipe.smoothing, distillation=distillation, extra=extra)
+    return Objective(
+        model,
+        consistency=consistency,
+        smoothing=recipe.smoothing,
+        distillation=distillation,
+        extra=extra,
+        original=original,
+    )

@@ -8,9 +8,10 @@ from safetensors.torch import save
 from torch import nn
 
 from ..analysis.evaluate import Evaluation, Setting, evaluate
-from ..api import unfuse
+from ..api import find_stack, unfuse
 from ..data import Batch, Batches, Preprocessing, find_images, find_labels
 from ..data.shares import share
+from ..learned import keep_aside, split_state, whole_state
 from ..processes import Processes
 from .assembly import workers_of
 from .checkpoints import write_whole
@@ -24,10 +25,17 @@ Watching = Callable[[Iterable[Batch], int], Iterable[Batch]]
 
 
 def finished_model(trainer: Trainer) -> nn.Module:
-    """The model that training leaves, plain and in evaluation mode: the averaged one if there is an average."""
-    if trainer.average is not None:
-        return trainer.average.module.eval()
-    return (unfuse(trainer.model) if trainer.recipe.fuses else trainer.model).eval()
+    """The model that training leaves, plain and in evaluation mode: the averaged one if there is an average.
+
+    Layers that the method has learned are kept aside in it.
+    """
+    model = trainer.model if trainer.average is None else trainer.average.module
+    if find_stack(model) is not None:
+        _, layers = split_state(model.state_dict())
+        unfuse(model)
+        if layers:
+            keep_aside(model, layers)
+    return model.eval()
 
 
 def write_weights(trainer: Trainer) -> Path:
@@ -42,7 +50,7 @@ def write_weights(trainer: Trainer) -> Path:
 
 
 def _packed(model: nn.Module, facts: dict[str, str]) -> bytes:
-    tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in whole_state(model).items()}
     return save(tensors, facts)
 
 

@@ -7,16 +7,20 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from torch import nn
 
+from ..learned import LAYERS
 from .recipe import Recipe
+
+OWN = "of_the_method"  # marks groups of parameters that a method has brought
 
 
 def make_optimiser(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW without weight decay on biases, norms and what the model excepts; learning rates fall with depth if asked.
 
-    The last layer has the recipe's learning rate, the one before it `layer_decay` times as much, and so on.
+    The last layer has the recipe's learning rate, the one before it `layer_decay` times as much, and so on. The layers
+    of a learned method have a learning rate of their own.
     """
     on_gpu = next(model.parameters()).is_cuda
-    return create_optimizer_v2(
+    optimiser = create_optimizer_v2(
         model,
         opt="adamw",
         lr=recipe.lr,
@@ -24,6 +28,20 @@ def make_optimiser(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         layer_decay=recipe.layer_decay,
         **({"fused": True} if on_gpu else {}),
     )
+    layers = getattr(model, LAYERS, None)
+    if layers is not None:
+        _set_apart(optimiser, layers, recipe.layers_lr / recipe.lr)
+    return optimiser
+
+
+def _set_apart(optimiser: torch.optim.Optimizer, layers: nn.Module, scale: float) -> None:
+    """Groups of their own for the parameters of these layers, whose learning rate is so many times the others'."""
+    own = {id(parameter) for parameter in layers.parameters()}
+    for group in tuple(optimiser.param_groups):
+        inside = [each for each in group["params"] if id(each) in own]
+        if inside:
+            group["params"] = [each for each in group["params"] if id(each) not in own]
+            optimiser.add_param_group({**group, "params": inside, "lr_scale": scale, OWN: True})
 
 
 @dataclass(frozen=True)
@@ -61,6 +79,6 @@ class Schedule:
         )
 
     def set(self, step: int) -> float:
-        """Set the learning rate for this step, counted from 0; gives that of the last layer."""
+        """Set the learning rate for this step, counted from 0; gives that of the model's last layer."""
         self._timm.step_update(step)
-        return max(group["lr"] for group in self.optimiser.param_groups)
+        return max(group["lr"] for group in self.optimiser.param_groups if OWN not in group)

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.schedule import ReductionSpec
 from ..errors import MctfError, did_you_mean
@@ -28,6 +28,9 @@ from .fields import (
     whole,
     word,
 )
+
+if TYPE_CHECKING:
+    from ..methods.base import Method
 
 PLAIN = "none"  # the method of a model that fuses nothing
 _share = real(0, 1)
@@ -57,11 +60,17 @@ class Recipe:
     on_corrupt: str = option("skip", word("skip", "stop"), "What to do about an unreadable image.")
 
     method: str = option("mctf", text, "Token-reduction method, or none for a plain model.")
-    r: ReductionSpec = option(16, reduction, "Tokens to fuse a block: 16, 0.35 or fast.")
+    r: ReductionSpec = option(
+        None, optional(reduction), "Tokens to fuse a block: 16, 0.35 or fast; as the method's authors do by default."
+    )
     blocks: tuple[int, ...] | None = option(None, optional(blocks), "Blocks that fuse; the method's choice by default.")
     method_options: dict[str, Any] = option({}, table, "Options of the method.")
 
-    objective: str = option("consistency", word("consistency", "cross-entropy"), "What is minimised.")
+    objective: str = option(
+        None,
+        optional(word("consistency", "cross-entropy")),
+        "What is minimised; consistency by default, cross-entropy for methods with a loss of their own.",
+    )
     consistency: float = option(1.0, real(0), "Weight (lambda) of the distance between class tokens.")
     confidence: float = option(0.4, _share, "The distance counts images whose true class is more probable than this.")
     lighter_r: int | None = option(None, optional(whole(0)), "r' is drawn from 0 to this; to r by default.")
@@ -75,6 +84,7 @@ class Recipe:
     warmup_epochs: int = option(0, whole(0), "Epochs in which the learning rate rises.")
     cooldown_epochs: int = option(0, whole(0), "Epochs at the lowest learning rate after the cosine.")
     lr: float = option(3e-5, real(0, above=True), "Highest learning rate.")
+    layers_lr: float = option(1e-3, real(0, above=True), "Highest learning rate of the layers of a learned method.")
     min_lr: float = option(1e-6, real(0), "Lowest learning rate.")
     warmup_lr: float = option(1e-6, real(0), "Learning rate at the start of the warm-up.")
     weight_decay: float = option(0.05, real(0), "Weight decay of AdamW.")
@@ -96,7 +106,7 @@ class Recipe:
     keep: int = option(2, whole(2), "Checkpoints to keep: the last, and some before it.", decides=False)
     log_steps: int = option(50, whole(1), "Steps that one line of the log is the mean of.", decides=False)
     evaluate_r: tuple[Any, ...] = option(
-        (0, 4, 8, 12, 16, 20), reductions, "r of the evaluation at the end.", decides=False
+        None, optional(reductions), "r of the evaluation at the end; around the method's own by default.", decides=False
     )
 
     def __post_init__(self) -> None:
@@ -108,7 +118,31 @@ class Recipe:
                 object.__setattr__(self, each.name, each.metadata["read"](value))
             except (MctfError, TypeError) as wrong:
                 problems.append(_say(each.name, value, wrong))
-        _refuse(problems or list(self._contradictions()))
+        _refuse(problems)
+        self._fill_in()
+        _refuse(list(self._contradictions()))
+
+    def made_method(self) -> "Method | None":
+        """The method with its options; None for a plain model, and where there is no such method."""
+        if not self.fuses:
+            return None
+        from ..methods import make_method  # loads torch
+
+        try:
+            return make_method(self.method, self.method_options)
+        except MctfError:
+            return None
+
+    def _fill_in(self) -> None:
+        """Give what was left open the value that suits the method."""
+        method = self.made_method()
+        own_r: ReductionSpec = 16 if method is None else method.default_r
+        r = own_r if self.r is None else self.r
+        objective = "cross-entropy" if hasattr(method, "extra_loss") else "consistency"
+        evaluate_r = (0, 4, 8, 12, 16, 20) if isinstance(own_r, int) else tuple(dict.fromkeys((0, r)))
+        for name, value in (("r", r), ("objective", objective), ("evaluate_r", evaluate_r)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
 
     @property
     def all_epochs(self) -> int:
@@ -154,6 +188,9 @@ class Recipe:
             yield f"lighter_r counts tokens, but r = {self.r} is no count: leave it out"
         elif self.lighter_r is not None and self.lighter_r > max(_entries(self.r)):
             yield f"lighter_r = {self.lighter_r} is above r = {self.r}: choose from 0 to r"
+        method = self.made_method()
+        if self.objective == "consistency" and method is not None and method.masks_in_training:
+            yield f"{self.method} has a loss of its own, for one amount of fusing: leave out objective"
         if not self.fuses and (self.method_options or self.blocks):
             yield "method_options and blocks belong to a method that fuses: name one, as mctf"
         if self.fuses:

@@ -1,0 +1,1 @@
+"""What the paper measures, measured again: one file an experiment, and the paper's own figures beside them."""

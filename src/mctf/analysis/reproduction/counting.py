@@ -1,0 +1,101 @@
+"""GFLOPs and parameters of the rows of the paper's tables, worked out from shapes: nothing is downloaded or run.
+
+Models that mctf can fuse are counted by `mctf.plan`, in the paper's account. The others (CoaT, Swin, PoolFormer) are
+run on the meta device under torch's counter of operations, whose multiply-adds are two FLOPs each and are halved, and
+normalisation is added at fvcore's price.
+"""
+
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...api import fuse
+from ...core.schedule import ReductionSpec
+from ...hosts.common import run_on_shapes
+from ...learned import UntrainedWarning
+from ...methods import methods
+from ...models.loading import create_empty
+from ..plan import plan
+from .paper import Published
+
+# What the paper calls a backbone: its name here.
+FUSIBLE = {
+    "deit_tiny": "deit_tiny_patch16_224",
+    "deit_small": "deit_small_patch16_224",
+    "t2t_vit_t_14": "t2t_vit_t_14",
+    "t2t_vit_t_19": "t2t_vit_t_19",
+    "lv_vit_s": "lvvit_s",
+}
+COUNTED = {
+    "coat_mini": "coat_mini",
+    "coat_lite_small": "coat_lite_small",
+    "swin_tiny": "swin_tiny_patch4_window7_224",
+    "swin_small": "swin_small_patch4_window7_224",
+    "poolformer_s36": "poolformer_s36",
+    "poolformer_m48": "poolformer_m48",
+}
+_PUBLISHED_R: dict[str, ReductionSpec] = {"tome": 13}  # its authors' r; the other methods' is their default
+_SIDE = 224
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What was counted for one row; None where nothing could be, and `note` says why.
+
+    at_most: whether each image decides how many tokens remain, so that gflops is an upper bound. with_second_head:
+    GFLOPs with the second classifier of LV-ViT, which the paper counts in Table 2 and not in Table E.
+    """
+
+    r: ReductionSpec | None = None
+    gflops: float | None = None
+    params_m: float | None = None
+    at_most: bool = False
+    with_second_head: float | None = None
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def count(row: Published) -> Counted:
+    """GFLOPs and parameters of one row of Table 1 or 2."""
+    if row.backbone in COUNTED:
+        return _count_whole(create_empty(COUNTED[row.backbone]))
+    if row.backbone not in FUSIBLE:
+        return Counted(note="timm has only the second version of this model")
+    name = FUSIBLE[row.backbone]
+    if row.method == "base":
+        return _count_plain(name)
+    if row.method not in methods():
+        return Counted(note=f"the method {row.method} is not registered")
+    return _count_reduced(name, row.method, _PUBLISHED_R.get(row.method) if row.r is None else row.r)
+
+
+def _count_plain(name: str) -> Counted:
+    made = plan(name, r=0)
+    second = None if made.gflops_run == made.gflops else made.gflops_run
+    note = "" if second is None else f"{second:.2f} with its second classifier, as Table 2 counts it"
+    return Counted(0, made.gflops, _millions(create_empty(name)), with_second_head=second, note=note)
+
+
+def _count_reduced(name: str, method: str, r: ReductionSpec | None) -> Counted:
+    made = plan(name, method=method, r=r)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UntrainedWarning)
+        fused = fuse(create_empty(name), method, r=r)
+    note = "each image decides how many tokens remain: an upper bound" if made.adaptive else ""
+    return Counted(made.r, made.gflops, _millions(fused), at_most=made.adaptive, note=note)
+
+
+@torch.no_grad()
+def _count_whole(model: nn.Module) -> Counted:
+    images = torch.empty(1, 3, _SIDE, _SIDE, device="meta")
+    _, multiply_adds = run_on_shapes(model, lambda empty: empty(images))
+    return Counted(0, multiply_adds / 1e9, _millions(model))
+
+
+def _millions(model: nn.Module) -> float:
+    return sum(parameter.numel() for parameter in model.parameters()) / 1e6

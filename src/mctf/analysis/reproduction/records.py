@@ -1,0 +1,88 @@
+"""What experiments found, kept on disk one file an experiment, so that a run that was stopped goes on where it was.
+
+A record also says under what conditions it was made: a folder never mixes records of several models or images.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import MctfError
+from ...writing import write_bytes
+from .experiment import Experiment, Result
+
+Conditions = Mapping[str, Any]
+_FOLDER = "results"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished experiment. conditions: empty where no model and no images were needed. date: when it ended."""
+
+    experiment: str
+    conditions: dict[str, Any]
+    seconds: float
+    date: str
+    result: Result
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records in one folder. conditions: of this run; without a model and images those of the folder."""
+
+    folder: Path
+    conditions: Conditions
+
+    @classmethod
+    def at(cls, folder: Path, conditions: Conditions | None, experiments: Sequence[Experiment]) -> "Records":
+        """conditions: None for a run without a model, which goes with whatever the folder holds."""
+        if conditions is not None:
+            return cls(folder, conditions)
+        found = [cls(folder, {}).find(each) for each in experiments if each.needs_images]
+        latest = max((record for record in found if record is not None), key=lambda record: record.date, default=None)
+        return cls(folder, {} if latest is None else latest.conditions)
+
+    def of(self, experiment: Experiment) -> Conditions:
+        """The conditions that matter to an experiment."""
+        return self.conditions if experiment.needs_images else {}
+
+    def find(self, experiment: Experiment) -> Record | None:
+        """What was found before; raises MctfError where it cannot be read."""
+        path = self._path(experiment)
+        if not path.is_file():
+            return None
+        try:
+            return Record(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            raise MctfError(f"{path} is no result of an experiment: remove it") from None
+
+    def fitting(self, experiment: Experiment) -> Record | None:
+        """What was found before under the same conditions."""
+        record = self.find(experiment)
+        return record if record is not None and record.conditions == dict(self.of(experiment)) else None
+
+    def check(self, experiments: Sequence[Experiment]) -> None:
+        """Raise MctfError where one of these was done under other conditions."""
+        for experiment in experiments:
+            record = self.find(experiment)
+            if record is not None and self.fitting(experiment) is None:
+                raise MctfError(
+                    f"{self.folder} holds results for {self._difference(record)}: "
+                    "choose another folder, or measure anew with --again"
+                )
+
+    def keep(self, record: Record, experiment: Experiment) -> None:
+        path = self._path(experiment)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, (json.dumps(asdict(record), indent=1) + "\n").encode())
+
+    def _difference(self, record: Record) -> str:
+        """The first condition that differs, in words."""
+        names = {**record.conditions, **self.conditions}
+        name = next(name for name in names if record.conditions.get(name) != self.conditions.get(name))
+        return f"{name} {record.conditions.get(name)!r}, not {self.conditions.get(name)!r}"
+
+    def _path(self, experiment: Experiment) -> Path:
+        return self.folder / _FOLDER / f"{experiment.name}.json"

@@ -1,0 +1,161 @@
+"""Experiments that compare settings by what they do to the model's answers: off the shelf, and every ablation.
+
+Each runs the plain model and all of its settings over the same images and gives, for each, KL and agreement to the
+plain model, accuracy where classes are known, and GFLOPs in the paper's account. The paper's ablations are of a
+fine-tuned DeiT-S and judge by accuracy; here no weight is trained, so KL is what tells settings apart.
+"""
+
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+from ..evaluate import Setting, evaluate
+from .criteria import ALL, SUBSETS, options_of
+from .experiment import Experiment, Result, Task
+
+R = 16  # of the paper's ablations
+CURVE = (4, 8, 12, R, 20)  # where a study is shown over r
+TEMPERATURES = ("1", "1/5", "1/10", "1/20", "1/40", "1/100")
+DEFAULTS = {"tau_sim": "1", "tau_info": "1/20", "tau_size": "1/40"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One setting, and where it stands in the study's tables: a group and a label, both as the paper's data has them.
+
+    slow: left out by --quick.
+    """
+
+    group: str
+    label: str
+    setting: Setting
+    slow: bool = False
+
+
+def variant(
+    group: str, label: str, *, r: int = R, method: str = "mctf", slow: bool = False, **options: Any
+) -> Variant:
+    return Variant(group, label, Setting(method, r, options=tuple(sorted(options.items()))), slow)
+
+
+@dataclass(frozen=True)
+class Study(Experiment):
+    """Variants, evaluated side by side."""
+
+    name: str
+    title: str
+    measures: str
+    sources: tuple[str, ...]
+    variants: tuple[Variant, ...]
+
+    def chosen(self, quick: bool) -> list[Variant]:
+        return [each for each in self.variants if not (quick and each.slow)]
+
+    def steps(self, task: Task) -> int:
+        return len(task.seen.batches) * self._weight(task.quick)
+
+    def run(self, task: Task) -> Result:
+        """The plain model as "base", and a row a variant; a setting that two variants share is run once."""
+        variants = self.chosen(task.quick)
+        settings = [Setting(r=0), *dict.fromkeys(each.setting for each in variants)]
+        measured = evaluate(task.seen.model, task.batches(self._weight(task.quick)), settings)
+        rows = dict(zip(settings, measured.rows, strict=True))
+        return {
+            "images": measured.images,
+            "base": asdict(measured.rows[0]),
+            "rows": [{"group": each.group, "label": each.label, **asdict(rows[each.setting])} for each in variants],
+            "notes": list(measured.notes),
+        }
+
+    def _weight(self, quick: bool) -> int:
+        return 1 + len({each.setting for each in self.chosen(quick)})
+
+
+def _off_the_shelf() -> tuple[Variant, ...]:
+    return tuple(
+        variant(method, str(r), r=r, method=method, slow=r not in (8, R, 20))
+        for method in ("mctf", "tome")
+        for r in (1, 2, 4, 8, 12, R, 20)
+    )
+
+
+def _criteria() -> tuple[Variant, ...]:
+    curves = ("sim", "info", "sim+info", ALL)
+    return tuple(
+        variant(criteria, str(r), r=r, slow=r != R, **options_of(criteria))
+        for criteria in SUBSETS
+        for r in (CURVE if criteria in curves else (R,))
+    )
+
+
+def _ahead() -> tuple[Variant, ...]:
+    return tuple(
+        variant(attention, str(r), r=r, slow=r not in (8, R), attention=attention)
+        for attention in ("one_step_ahead", "previous")
+        for r in CURVE
+    )
+
+
+def _design() -> tuple[Variant, ...]:
+    """The paper's lines by its own names, and variants that it does not have."""
+    return (
+        variant("matching", "one_way", bidirectional=False),
+        variant("matching", "bidirectional"),
+        variant("pooling", "average", pooling="mean"),
+        variant("pooling", "size", pooling="size"),
+        variant("pooling", "max", pooling="max"),
+        variant("pooling", "weighted_average"),
+        variant("attention", "precise", attention="precise"),
+        variant("attention", "approximated"),
+        variant("attention", "exact", attention="exact"),
+        variant("proportional", "off", proportional=False),
+        variant("proportional", "on"),
+    )
+
+
+def _temperatures() -> tuple[Variant, ...]:
+    variants = []
+    for option, default in DEFAULTS.items():
+        for label in TEMPERATURES:
+            changed = {} if label == default else {option: float(Fraction(label))}
+            slow = label not in ("1", "1/100", default)
+            variants.append(variant(option, label, slow=slow, **changed))
+    return tuple(variants)
+
+
+OFF_THE_SHELF = Study(
+    "off_the_shelf",
+    "Without training",
+    "MCTF against ToMe over r, no weight trained.",
+    ("Table 3", "Figure 1"),
+    _off_the_shelf(),
+)
+CRITERIA = Study(
+    "criteria",
+    "Which criteria",
+    "MCTF with every subset of its criteria: similarity, informativeness, size.",
+    ("Figure 7a",),
+    _criteria(),
+)
+AHEAD = Study(
+    "one_step_ahead",
+    "One step ahead",
+    "Informativeness from the coming attention against that of the block before.",
+    ("Figure 7b",),
+    _ahead(),
+)
+DESIGN = Study(
+    "design",
+    "Design choices",
+    f"Matching, pooling and attention of fused tokens, each changed alone, at r = {R}.",
+    ("Table 4",),
+    _design(),
+)
+TEMPERATURE = Study(
+    "temperatures",
+    "Temperatures",
+    f"Each temperature changed alone, at r = {R}.",
+    ("Table A",),
+    _temperatures(),
+)
+STUDIES = (OFF_THE_SHELF, CRITERIA, AHEAD, DESIGN, TEMPERATURE)

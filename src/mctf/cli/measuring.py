@@ -1,0 +1,155 @@
+"""What the verbs that measure a model on images have in common: their options, the model, the images, the facts."""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import MctfError
+from .options import DTYPES, image_size_option, json_option, parse_image_size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import device as Device
+
+    from ..data import Batches, ImageFiles, Labels, Preprocessing
+    from ..processes import Processes
+
+FILE = click.Path(path_type=Path)
+_MOST_WORKERS = 8
+
+_OPTIONS = (
+    click.option("--data", required=True, type=FILE, help="Folder or zip file of class/name images."),
+    click.option("--weights", type=FILE, help="Weights file; timm's pretrained weights by default."),
+    click.option("--classes", type=FILE, help="TSV of index, class folder and name."),
+    image_size_option,
+    click.option("--crop-pct", type=click.FloatRange(0.1, 1), help="Share of the shorter side in the crop."),
+    click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True),
+    click.option("--limit", type=click.IntRange(1), help="Use only so many images, evenly spaced."),
+    click.option("--workers", type=click.IntRange(0), help="Processes that read images; none on the CPU by default."),
+    click.option("--device", "device_name", help="As torch names it; a GPU where there is one by default."),
+    click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True),
+    click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's choice by default."),
+    click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; on a terminal by default."),
+    click.option("--output", type=FILE, help="Write the JSON object into this file as well."),
+    json_option,
+)
+
+
+def measuring_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of `Measuring`, --output and --json."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on its device, and the images: all of them, and in batches those of this process."""
+
+    model: Any
+    images: "ImageFiles"
+    labels: "Labels"
+    preprocessing: "Preprocessing"
+    batches: "Batches"
+    processes: "Processes"
+
+    def sample(self, count: int) -> "Tensor":
+        """So many images, evenly spaced over those of all processes, as the model takes them: B 3 H W."""
+        import torch
+
+        chosen, transform = self.images.spaced(count), self.preprocessing.transform()
+        weight = next(self.model.parameters())
+        pixels = torch.stack([transform(chosen.read(index)) for index in range(len(chosen))])
+        return pixels.to(weight.device, weight.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """What the user asked for; the fields are options of the command."""
+
+    model: str
+    data: Path
+    weights: Path | None
+    classes: Path | None
+    image_size: str | None
+    crop_pct: float | None
+    batch_size: int
+    limit: int | None
+    workers: int | None
+    device_name: str | None
+    dtype: str
+    threads: int | None
+    progress: bool | None
+
+    @contextmanager
+    def open(self) -> Iterator[Subject]:
+        """Everything found and loaded; in one of the processes of torchrun, where there are several."""
+        import torch
+
+        from ..analysis.environment import pick_device
+        from ..data import Batches, Preprocessing, find_images, find_labels
+        from ..data.shares import share
+        from ..models.loading import load_model
+        from ..processes import joined
+
+        size = parse_image_size(self.image_size)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        torch.manual_seed(0)  # layers that nobody has trained are the same in every run and process
+        images = find_images(self.data)
+        images = images if self.limit is None else images.spaced(self.limit)
+        with joined(pick_device(self.device_name)) as processes:
+            device = processes.device
+            model: Any = load_model(self.model, weights=self.weights, image_size=size)
+            model = model.to(device, getattr(torch, self.dtype))
+            labels = find_labels(images, num_classes=model.num_classes, table=self.classes)
+            preprocessing = Preprocessing.of(model, crop_pct=self.crop_pct)
+            batches = Batches(
+                *share(images, labels, processes),
+                preprocessing.transform(),
+                batch_size=self.batch_size,
+                workers=_workers(self.workers, device),
+            )
+            try:
+                yield Subject(model, images, labels, preprocessing, batches, processes)
+            except torch.OutOfMemoryError:
+                raise MctfError(
+                    f"{device} has too little memory for batches of {self.batch_size}: lower --batch-size"
+                ) from None
+
+    def facts(self, subject: Subject, *, images: int) -> dict[str, Any]:
+        """What was measured and on what, for the JSON object."""
+        from ..analysis.environment import describe_device, versions
+
+        return {
+            "model": self.model,
+            "weights": None if self.weights is None else str(self.weights),
+            "data": str(self.data),
+            "images": images,
+            "preprocessing": asdict(subject.preprocessing),
+            "device": describe_device(subject.processes.device),
+            "processes": subject.processes.world,
+            "dtype": self.dtype,
+            "batch_size": self.batch_size,
+            "versions": versions(),
+            "command": shlex.join(["mctf", *sys.argv[1:]]),
+        }
+
+
+def title_of(facts: dict[str, Any]) -> str:
+    """The line above a table of these facts."""
+    return f"{facts['model']} on {facts['images']} images of {facts['data']}, {facts['device']}, {facts['dtype']}"
+
+
+def _workers(asked: int | None, device: "Device") -> int:
+    """Beside a GPU all cores but one read images; beside a CPU that computes they would spoil its timing."""
+    if asked is not None:
+        return asked
+    return 0 if device.type == "cpu" else min(_MOST_WORKERS, max(0, (os.cpu_count() or 1) - 1))

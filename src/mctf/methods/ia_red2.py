@@ -1,0 +1,208 @@
+"""IA-RED2: before a few blocks an interpreter decides which tokens are worth their cost, learned by reward.
+
+Pan et al., "IA-RED2: Interpretability-Aware Redundancy Reduction for Vision Transformers", NeurIPS 2021. The blocks are
+three groups; before the first block of each (0, 4, 8 of twelve) the interpreter gives every token a probability
+
+    p_i = mean over heads of sigmoid(q_class . k_i / sqrt(d)),    q and k linear in LayerNorm(x), which has no weights
+
+In inference the tokens with p_i > 0.5 stay; in training they are drawn, u_i ~ Bernoulli(p_i). What goes never comes
+back. The interpreters learn by REINFORCE with a self-critical baseline, the reward of what inference would do:
+
+    loss = -(reward(u) - reward(p > 0.5)) * log P(u)
+    reward = 1 - (keep + |kept - keep|)^2 if the answer is right, else -penalty
+
+Choices where the public facts end:
+- kept is the share of patches over all blocks. Above the target `keep` the reward is BlockDrop's, 1 - kept^2; below, it
+  falls again: without a target, or with nothing to gain below it, too much is dropped once all p are near 0.5.
+- log P(u) is a mean over patches, summed over groups; the weights that the released file has for groups are not used.
+- Interpreters and blocks learn at the same time, the blocks by cross-entropy alone: interpreters read tokens without
+  gradient. The authors' curriculum over the groups is the option `group`.
+- Interpreters have no value projection, which nothing reads. Their biases start where every p is near sigmoid(2) =
+  0.88, so that inference starts as the plain model.
+- Tokens that go really leave, in training as in inference.
+
+Axes: B images, N tokens, n patches that entered, C channels, H heads, d channels a head.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core.cost import NORM, BlockShape, Cost
+from ..core.criteria import at_least_float32
+from ..core.packing import pack
+from ..core.schedule import Entry
+from ..errors import MctfError
+from .adaptive import Adaptive, present
+from .base import BlockOps, Step, Turn, check_class_token, run_unfused
+
+_START = 2.0  # logits of the keep probabilities of fresh interpreters
+_SMALLEST = 1e-6  # a probability whose logarithm is taken
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one interpreter decided. kept: B, the share that stays of all patches that entered the model.
+
+    log_probability: B, of what was drawn, as a mean over those patches; 0 in inference.
+    """
+
+    block: int
+    kept: Tensor
+    log_probability: Tensor
+
+
+@dataclass(frozen=True)
+class Policy:
+    """All decisions so far of a model with so many blocks, for images of so many patches."""
+
+    patches: int
+    depth: int
+    decisions: tuple[Decision, ...] = ()
+
+    def kept(self) -> Tensor:
+        """The share of patches that blocks run on, in the mean over all blocks: B."""
+        ends = [decision.block for decision in self.decisions[1:]] + [self.depth]
+        shares = [decision.kept * (end - decision.block) for decision, end in zip(self.decisions, ends, strict=True)]
+        return (torch.stack(shares).sum(dim=0) + self.decisions[0].block) / self.depth
+
+    def log_probability(self) -> Tensor:
+        """Of all that was drawn: B."""
+        return torch.stack([decision.log_probability for decision in self.decisions]).sum(dim=0)
+
+
+@dataclass(frozen=True)
+class IARED2(Adaptive):
+    """r other than 0 says that a block has an interpreter; how many tokens leave is for it to decide.
+
+    keep: the share of patches that is to be kept, 0 for as few as possible. penalty: what a wrong answer costs.
+    weight: of the loss. group: None, or the one group (1, 2, 3) that learns: those before it decide as in inference,
+        those after it keep every token.
+    """
+
+    keep: float = 0.7
+    penalty: float = 1.0
+    weight: float = 1.0
+    group: int | None = None
+
+    name: ClassVar[str] = "ia_red2"
+    summary: ClassVar[str] = "IA-RED2 (NeurIPS 2021), learned: interpreters drop tokens before three blocks, by reward"
+
+    def __post_init__(self) -> None:
+        for option, most in (("keep", 1), ("penalty", float("inf")), ("weight", float("inf"))):
+            value = getattr(self, option)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+                raise MctfError(f"{option}={value!r} must be a number from 0 to {most}")
+        whole = isinstance(self.group, int) and not isinstance(self.group, bool) and self.group >= 1
+        if self.group is not None and not whole:
+            raise MctfError(f"group={self.group!r} must be the number of a group, counted from 1, or None for all")
+
+    def suited(self, *, class_token: bool) -> Self:
+        check_class_token(self.name, class_token)
+        return self
+
+    def default_blocks(self, depth: int) -> tuple[int, ...]:
+        """The first blocks of three groups: 0, 4, 8 of twelve."""
+        return tuple(sorted({round(depth * part / 3) for part in range(3)}))
+
+    def make_layers(self, shapes: Sequence[BlockShape], schedule: Sequence[Entry]) -> nn.ModuleDict:
+        chosen = [index for index, entry in enumerate(schedule) if entry]
+        return nn.ModuleDict({str(index): Interpreter(shapes[index].channels, shapes[index].heads) for index in chosen})
+
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
+        if not turn.entry:
+            return Step(run_unfused(block, x, sizes), sizes, carry=turn.carry)
+        policy: Policy = turn.carry or Policy(x.shape[1] - turn.protected, turn.depth)
+        stays, decision = self._decide(x, present(x, sizes), policy, turn)
+        policy = replace(policy, decisions=(*policy.decisions, decision))
+        packing = pack(stays, protected=turn.protected)
+        if packing is None:
+            return Step(run_unfused(block, x, sizes), sizes, carry=policy)
+        block = block.fused(packing.assignment, packing.weights)
+        x = run_unfused(block, packing.pick(x), packing.sizes)
+        return Step(x, packing.sizes, packing.assignment, packing.weights, carry=policy)
+
+    def _decide(self, x: Tensor, there: Tensor, policy: Policy, turn: Turn) -> tuple[Tensor, Decision]:
+        """Which of the tokens that are there (B N) stay, B N, bool; and what is to be remembered of it."""
+        probability = self.layers_of(turn)(x.detach())
+        group = len(policy.decisions) + 1
+        learns = turn.training and self.group in (None, group)
+        stays = probability.detach().bernoulli().bool() if learns else probability > 0.5
+        if self.group is not None and group > self.group:
+            stays = torch.ones_like(stays)
+        patches = there & (torch.arange(x.shape[1], device=x.device) >= turn.protected)
+        log_probability = probability.new_zeros(len(x))
+        if turn.training:  # those that do not learn are in it too: every parameter is to have a gradient, if 0
+            chosen = torch.where(stays, probability, 1 - probability).clamp_min(_SMALLEST).log()
+            log_probability = learns * (chosen * patches).sum(dim=1) / policy.patches
+        kept = (stays & patches).sum(dim=1) / policy.patches
+        return (stays & there) | (there & ~patches), Decision(turn.index, kept, log_probability)
+
+    def extra_loss(self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Any]) -> Tensor:
+        """The loss beside the cross-entropy; see `ExtraLoss` in `mctf.train.objective`."""
+        from ..train.branches import run_branch  # training stands above the methods
+
+        drawn = branches[0]
+        policy: Policy | None = drawn.carries[-1]
+        if policy is None:
+            return drawn.logits.new_zeros(())
+        with torch.no_grad(), _evaluating(model):
+            greedy = run_branch(model, images)
+        advantage = self.reward(drawn.logits, policy.kept(), labels)
+        advantage = advantage - self.reward(greedy.logits, greedy.carries[-1].kept(), labels)
+        return -self.weight * (advantage * policy.log_probability()).mean()
+
+    @torch.no_grad()
+    def reward(self, logits: Tensor, kept: Tensor, labels: Tensor) -> Tensor:
+        """Of answers (B K) given at the cost of so many patches (B): B."""
+        gain = 1 - (self.keep + (kept - self.keep).abs()).square()
+        return gain.where(logits.argmax(dim=1) == labels, -self.penalty)
+
+    def cost_of(self, shape: BlockShape, tokens: int, remaining: int, *, protected: int) -> Cost:
+        cost = shape.plain(remaining) + Interpreter.cost(shape.channels, shape.heads, tokens)
+        return Cost(paper=cost, run=cost)
+
+
+class Interpreter(nn.Module):
+    """How worthy of being kept each token is, as the class token sees it."""
+
+    def __init__(self, channels: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        wide = channels // heads
+        self.query = nn.Linear(channels, heads * wide)
+        self.key = nn.Linear(channels, heads * wide)
+        for linear in (self.query, self.key):
+            nn.init.trunc_normal_(linear.weight, std=0.02)
+            nn.init.constant_(linear.bias, (_START / wide**0.5) ** 0.5)  # q . k / sqrt(d) = _START
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Probabilities from tokens B N C, the class token first: B N, in at least float32."""
+        h = F.layer_norm(x, x.shape[-1:])
+        q = self.query(h[:, :1]).unflatten(2, (self.heads, -1)).transpose(1, 2)  # B H 1 d
+        k = self.key(h).unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1)  # B H d N
+        logits = at_least_float32(q @ k)[:, :, 0] / q.shape[-1] ** 0.5
+        return logits.sigmoid().mean(dim=1)
+
+    @staticmethod
+    def cost(channels: int, heads: int, tokens: int) -> int:
+        """Multiply-adds for so many tokens."""
+        wide = channels // heads * heads
+        return tokens * (NORM - 1) * channels + (tokens + 1) * channels * wide + tokens * wide
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """While open, the model behaves as in inference; single modules may be in another mode than the whole."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,124 @@
+"""Approximated beside precise attention, as heat over the image, at four blocks (paper, appendix, Figure A).
+
+The heat of a patch is the attention it receives, in the mean over heads and queries; a fused token's is divided
+evenly among its patches. Both maps of a block share one scale of colours.
+
+Axes: B images, 3 H W; M tokens after a block; rows and columns of patches.
+"""
+
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from ...analysis.reproduction.attention_maps import compared
+from ...analysis.reproduction.experiment import Experiment, Result, Subject, Task
+from ...analysis.reproduction.studies import R
+from ...api import fuse, fused_stack
+from ...models.sharing import copy_sharing_weights
+from ...tracing import trace
+from ..inputs import seen_image
+from .drawing import grid_of, no_grid, save, scale_of
+
+KINDS = ("approximated", "precise")
+_IMAGES, _QUICK_IMAGES = 16, 8  # for the distances; the first few are drawn
+_DRAWN, _QUICK_DRAWN = 3, 2
+# From dark to light in even steps of lightness, so that it reads in grey as well.
+_COLOURS = np.array([(22, 11, 57), (101, 21, 110), (188, 55, 84), (243, 120, 25), (252, 222, 90)], dtype=float)
+_HEAT = 0.72  # how much of the heat covers the image
+
+
+class AttentionPictures(Experiment):
+    """Distances of both maps for several images, and pictures of the first few."""
+
+    name = "attention_maps"
+    title = "Approximated attention"
+    measures = f"The attention of fused tokens as MCTF approximates it, beside the precise one, r = {R}."
+    sources = ("Figure A",)
+
+    def steps(self, task: Task) -> int:
+        return self._count(task)
+
+    def unsuited(self, subject: Subject) -> str | None:
+        return no_grid(subject)
+
+    @torch.inference_mode()
+    def run(self, task: Task) -> Result:
+        subject = task.seen
+        model = fuse(copy_sharing_weights(subject.model), r=R).eval()
+        depth = fused_stack(model).host.depth
+        shown = four_blocks(depth)
+        distances: dict[int, list[float]] = {}
+        drawn = []
+        for number, (name, tensor) in enumerate(subject.some(self._count(task))):
+            heats, distance = look(model, subject.to_model(tensor[None]))
+            for block, value in distance.items():
+                distances.setdefault(block, []).append(value)
+            if number < (_QUICK_DRAWN if task.quick else _DRAWN):
+                files = {kind: [self._draw(task, tensor, heats, b, kind, number) for b in shown] for kind in KINDS}
+                drawn.append({"name": name, "pictures": files})
+            task.advance(1)
+        return {
+            "images": self._count(task),
+            "r": R,
+            "depth": depth,
+            "blocks": [block + 1 for block in shown],
+            "distance": {str(block + 1): mean(values) for block, values in sorted(distances.items())},
+            "drawn": drawn,
+        }
+
+    def _count(self, task: Task) -> int:
+        return min(len(task.seen), _QUICK_IMAGES if task.quick else _IMAGES)
+
+    def _draw(
+        self, task: Task, tensor: Tensor, heats: dict[int, dict[str, Tensor]], block: int, kind: str, number: int
+    ) -> str:
+        subject = task.seen
+        highest = max(heats[block][each].max().item() for each in KINDS)
+        heat = (heats[block][kind] / highest).reshape(grid_of(subject)).numpy()
+        picture = heated(seen_image(tensor, subject.preprocessing), heat, scale=scale_of(subject))
+        return save(picture, task.pictures, f"attention_{number}_block{block + 1}_{kind}")
+
+
+def four_blocks(depth: int) -> list[int]:
+    """Blocks 3, 6, 9 and 12 of twelve, counted from 1, and the like places of other depths: indices from 0.
+
+    The first block does not fuse and has nothing to compare.
+    """
+    return sorted({max(1, round(depth * part / 4) - 1) for part in (1, 2, 3, 4)} & set(range(depth)))
+
+
+def look(model: nn.Module, pixels: Tensor) -> tuple[dict[int, dict[str, Tensor]], dict[int, float]]:
+    """Of one image (1 3 H W): by block the heat of every patch under both maps, and the distance of the maps."""
+    prefix = fused_stack(model).host.protected
+    with trace(model) as watched, compared(model) as maps:
+        model(pixels)
+    heats, distances = {}, {}
+    for block, both in maps.items():
+        slots = watched.source_map(block)[0]
+        sizes = torch.bincount(slots)
+        heats[block] = {
+            kind: (getattr(both, kind).mean(dim=(1, 2))[0] / sizes)[slots][prefix:].float().cpu() for kind in KINDS
+        }
+        distances[block] = both.distance().mean().item()
+    return heats, distances
+
+
+def heated(image: Image.Image, heat: NDArray[Any], *, scale: int) -> Image.Image:
+    """The image in grey under colours of heat: from 0 to 1, rows x columns of patches."""
+    size = (image.width * scale, image.height * scale)
+    grey = np.asarray(image.convert("L").resize(size, Image.Resampling.LANCZOS).convert("RGB"), dtype=float)
+    row = np.arange(size[1]) * heat.shape[0] // size[1]
+    column = np.arange(size[0]) * heat.shape[1] // size[0]
+    colours = _colour(heat)[row[:, None], column]
+    return Image.fromarray((grey * (1 - _HEAT) + colours * _HEAT).round().clip(0, 255).astype(np.uint8))
+
+
+def _colour(heat: NDArray[Any]) -> NDArray[Any]:
+    """Rows x columns x 3, from 0 to 255."""
+    places = np.linspace(0, 1, len(_COLOURS))
+    return np.stack([np.interp(heat, places, channel) for channel in _COLOURS.T], axis=-1)
