@@ -47,26 +47,18 @@ class LVViT(VisionTransformer):
 
     In training too: the sum is differentiable and trains both heads. Equal tokens give equal logits, so the maximum
     over fused tokens is the maximum over the tokens they stand for. stem_dim: channels of the stem's convolutions.
+    options: timm's, as img_size or drop_path_rate.
     """
 
     def __init__(
         self,
         *,
-        img_size: int | tuple[int, int] = 224,
-        in_chans: int = 3,
         num_classes: int = 1000,
         global_pool: str = "token",
-        embed_dim: int = 384,
-        depth: int = 16,
-        num_heads: int = 6,
         mlp_ratio: float = 3.0,
         skip_lam: float = 2.0,
         stem_dim: int = 64,
-        drop_rate: float = 0.0,
-        pos_drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
+        **options: Any,
     ) -> None:
         _check_pool(num_classes, global_pool)
 
@@ -75,22 +67,13 @@ class LVViT(VisionTransformer):
             block.ls2 = ConstantScale(1 / skip_lam)
 
         super().__init__(
-            img_size=img_size,
-            in_chans=in_chans,
             num_classes=num_classes,
             global_pool=global_pool,
-            embed_dim=embed_dim,
-            depth=depth,
-            num_heads=num_heads,
             mlp_ratio=mlp_ratio,
-            drop_rate=drop_rate,
-            pos_drop_rate=pos_drop_rate,
-            proj_drop_rate=proj_drop_rate,
-            attn_drop_rate=attn_drop_rate,
-            drop_path_rate=drop_path_rate,
             embed_layer=stem_layer(ConvolutionStem, stem_dim=stem_dim),
             block_fn=block_layer(divide_branches),
             **COMMON,
+            **options,
         )
         self._reset_aux_head()
 

@@ -115,45 +115,19 @@ def _scale_by_whole_width(block: Block) -> None:
 class T2TViT(VisionTransformer):
     """timm's VisionTransformer with the T2T stem, fixed sinusoidal positions and a narrow attention scale.
 
-    token_dim: channels of the token transformers. The position table is computed for the size a model is created with;
-    `set_input_size` resamples it like learned positions, as trained weights know a place by its values in the table.
+    token_dim: channels of the token transformers. options: timm's, as img_size or drop_path_rate.
+
+    The position table is computed for the size a model is created with; `set_input_size` resamples it like learned
+    positions, as trained weights know a place by its values in the table.
     """
 
-    def __init__(
-        self,
-        *,
-        img_size: int | tuple[int, int] = 224,
-        in_chans: int = 3,
-        num_classes: int = 1000,
-        global_pool: str = "token",
-        embed_dim: int = 384,
-        depth: int = 14,
-        num_heads: int = 6,
-        mlp_ratio: float = 3.0,
-        token_dim: int = 64,
-        drop_rate: float = 0.0,
-        pos_drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-    ) -> None:
+    def __init__(self, *, token_dim: int = 64, mlp_ratio: float = 3.0, **options: Any) -> None:
         super().__init__(
-            img_size=img_size,
-            in_chans=in_chans,
-            num_classes=num_classes,
-            global_pool=global_pool,
-            embed_dim=embed_dim,
-            depth=depth,
-            num_heads=num_heads,
             mlp_ratio=mlp_ratio,
-            drop_rate=drop_rate,
-            pos_drop_rate=pos_drop_rate,
-            proj_drop_rate=proj_drop_rate,
-            attn_drop_rate=attn_drop_rate,
-            drop_path_rate=drop_path_rate,
             embed_layer=stem_layer(TokensToToken, token_dim=token_dim),
             block_fn=block_layer(_scale_by_whole_width),
             **COMMON,
+            **options,
         )
         self.pos_embed.requires_grad_(False)
 
