@@ -292,7 +292,7 @@ class TestPlots:
 
     def test_what_saves_or_loses_nothing_is_not_drawn(self) -> None:
         base = replace(standing("base", 0.0).row, gflops=1.3, top1=60.0)
-        rows = (standing("mctf", 0.1), standing("tome", 0.0), standing("a_vit", 0.1, target=None, gflops=1.3))
+        rows = (standing("mctf", 0.1), standing("tome", 0.0), standing("a_vit", 0.1, target=None, gflops=1.29))
         loss, accuracy = panels(Outcome(6, base, rows, ()))
         assert [line.name for line in loss.lines] == ["mctf"]
         assert loss.lines[0].strong

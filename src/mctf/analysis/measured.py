@@ -76,6 +76,6 @@ def _cost(architecture: Architecture, stack: FusedStack, counts: list[int]) -> C
     steps = [
         Reduction(entering, entering - leaving, entering - leaving, leaving) for entering, leaving in pairwise(counts)
     ]
-    gives_every_token = type(stack.method).finish is not Method.finish
+    gives_every_token = stack.method.finish.__func__ is not Method.finish  # type: ignore[attr-defined]
     left = counts[0] if architecture.reads_every_token or gives_every_token else counts[-1]
     return whole_cost(architecture, block_costs(architecture, stack.method, stack.schedule, steps), left)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -154,8 +155,8 @@ def block_costs(
     """Multiply-adds of every block whose tokens are reduced so."""
     costs = []
     for shape, entry, step in zip(architecture.blocks, schedule, steps, strict=True):
-        if isinstance(method, Adaptive) and entry:
-            cost = method.cost_of(shape, step.tokens, step.remaining, protected=architecture.protected)
+        if method.adaptive and entry:
+            cost = cast(Adaptive, method).cost_of(shape, step.tokens, step.remaining, protected=architecture.protected)
         else:
             cost = method.cost(shape, step.tokens, step.taken, protected=architecture.protected)
         costs.append(cost)

@@ -14,6 +14,7 @@ _VERBS = {
     "compare": "Methods against each other at equal cost.",
     "finetune": "Train a model to lose nothing by fusing.",
     "bench": "Speed of plain, fused and free-drop models, in one run.",
+    "reproduce": "The paper's tables and figures, measured again, as one page.",
     "visualize": "A picture of which patches were fused.",
     "demo": "See it work on this machine, with nothing to download.",
 }

@@ -1,17 +1,16 @@
 """`mctf demo`: see it work on this machine, with nothing to download."""
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import MctfError
 from .options import json_option, method_option, parse_reduction
 from .progress import progress
 from .weights import RANDOM, load_or_random
+from .writing import check_folder
 
 if TYPE_CHECKING:
     from ..analysis.fidelity import Fidelity
@@ -63,7 +62,7 @@ def command(
     random, and only cost, speed and picture mean something.
     """
     r = parse_reduction(reduction)
-    _check_folder(output)
+    check_folder(output, "--output")
 
     from ..analysis.environment import pick_device, versions
     from ..report.demonstration import WARMUP, Demonstration
@@ -106,15 +105,6 @@ def command(
 
 def _silent(_: object) -> None:
     """Takes the place of click.echo."""
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise MctfError if files could not be written there, also where it has yet to be made."""
-    nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
-    if not nearest.is_dir():
-        raise MctfError(f"{nearest} is a file: name a folder with --output")
-    if not os.access(nearest, os.W_OK):
-        raise MctfError(f"{nearest} cannot be written to: name another folder with --output")
 
 
 def _weights_text(source: str) -> str:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from ..errors import MctfError
+from ..writing import write_bytes
 
 
 def check_writable(path: Path) -> None:
@@ -16,13 +17,15 @@ def check_writable(path: Path) -> None:
         raise MctfError(f"{path.parent} cannot be written to: choose another folder for {path.name}")
 
 
+def check_folder(folder: Path, option: str) -> None:
+    """Raise MctfError if files could not be written there, also where it has yet to be made."""
+    nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
+    if not nearest.is_dir():
+        raise MctfError(f"{nearest} is a file: name a folder with {option}")
+    if not os.access(nearest, os.W_OK):
+        raise MctfError(f"{nearest} cannot be written to: name another folder with {option}")
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write under a temporary name beside it, then rename: nobody ever sees half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as failure:
-        raise MctfError(f"{path} cannot be written ({failure.strerror}): choose another file") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write all of it or nothing."""
+    write_bytes(path, text.encode())

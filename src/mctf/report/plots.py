@@ -3,13 +3,14 @@
 matplotlib is imported when a plot is drawn. Its figures are used without pyplot, so no window system is asked for.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import MctfError
+from ..writing import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -171,19 +172,12 @@ def check_format(path: Path) -> None:
 
 
 def write_plot(figure: "Figure", path: Path) -> None:
-    """Write under a temporary name beside it, then rename: nobody ever sees half a plot."""
+    """Write all of it or nothing, as the name says."""
     from matplotlib import rc_context
 
     check_format(path)
-    form = path.suffix.lower().removeprefix(".")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        # text stays text in SVG; without a date and with fixed names the same figures give the same file
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "mctf"}):
-            metadata = {"Date": None} if form == "svg" else None
-            figure.savefig(temporary, format=form, dpi=150, metadata=metadata)
-        os.replace(temporary, path)
-    except OSError as failure:
-        raise MctfError(f"{path} cannot be written ({failure.strerror or failure}): choose another file") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    form, content = path.suffix.lower().removeprefix("."), BytesIO()
+    # text stays text in SVG; without a date and with fixed names the same figures give the same file
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "mctf"}):
+        figure.savefig(content, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
+    write_bytes(path, content.getvalue())

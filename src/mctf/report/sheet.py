@@ -1,6 +1,6 @@
 """A sheet of captioned pictures, one row an image, written to a file all at once or not at all."""
 
-import os
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +8,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from ..errors import MctfError
+from ..writing import write_bytes
 
 _PAPER = (255, 255, 255)
 _INK = (38, 38, 44)
@@ -56,12 +57,7 @@ def _font(panels: Sequence[Panel]) -> ImageFont.FreeTypeFont:
 
 
 def write_png(picture: Image.Image, path: Path) -> None:
-    """Write under a temporary name beside it, then rename: nobody ever sees half a picture."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        picture.save(temporary, format="PNG", optimize=True)
-        os.replace(temporary, path)
-    except OSError as failure:
-        raise MctfError(f"{path} cannot be written ({failure.strerror or failure}): choose another file") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write all of it or nothing."""
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG", optimize=True)
+    write_bytes(path, buffer.getvalue())

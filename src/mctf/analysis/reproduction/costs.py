@@ -40,7 +40,7 @@ class Costs(Experiment):
 
 def agrees(row: paper.Published, counted: Counted) -> bool | None:
     """Whether a row has the paper's GFLOPs and parameters as far as printed; None where that cannot be said."""
-    if counted.gflops is None or counted.params_m is None or counted.at_most:
+    if counted.gflops is None or counted.params_m is None or counted.at_most or counted.other_setting:
         return None
     candidates = [counted.gflops] + ([] if counted.with_second_head is None else [counted.with_second_head])
     gflops_off = min(abs(value - row.gflops) for value in candidates)

@@ -6,7 +6,7 @@ normalisation is added at fvcore's price.
 """
 
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ COUNTED = {
     "poolformer_m48": "poolformer_m48",
 }
 _PUBLISHED_R: dict[str, ReductionSpec] = {"tome": 13}  # its authors' r; the other methods' is their default
+_UNKNOWN_SETTING = {("deit_tiny", "spvit")}
 _SIDE = 224
 
 
@@ -45,14 +46,16 @@ _SIDE = 224
 class Counted:
     """What was counted for one row; None where nothing could be, and `note` says why.
 
-    at_most: whether each image decides how many tokens remain, so that gflops is an upper bound. with_second_head:
-    GFLOPs with the second classifier of LV-ViT, which the paper counts in Table 2 and not in Table E.
+    at_most: whether each image decides how many tokens remain, so that gflops is an upper bound. other_setting: whether
+    the published setting is unknown and another one was counted. with_second_head: GFLOPs with the second classifier of
+    LV-ViT, which the paper counts in Table 2 and not in Table E.
     """
 
     r: ReductionSpec | None = None
     gflops: float | None = None
     params_m: float | None = None
     at_most: bool = False
+    other_setting: bool = False
     with_second_head: float | None = None
     note: str = ""
 
@@ -65,28 +68,34 @@ def count(row: Published) -> Counted:
     if row.backbone in COUNTED:
         return _count_whole(create_empty(COUNTED[row.backbone]))
     if row.backbone not in FUSIBLE:
-        return Counted(note="timm has only the second version of this model")
+        return Counted(note="timm has only its second version")
     name = FUSIBLE[row.backbone]
     if row.method == "base":
         return _count_plain(name)
     if row.method not in methods():
         return Counted(note=f"the method {row.method} is not registered")
-    return _count_reduced(name, row.method, _PUBLISHED_R.get(row.method) if row.r is None else row.r)
+    counted = _count_reduced(name, row.method, _PUBLISHED_R.get(row.method) if row.r is None else row.r)
+    if (row.backbone, row.method) in _UNKNOWN_SETTING:
+        note = "at the setting for DeiT-S; its own is not published"
+        return replace(counted, other_setting=True, note=note)
+    return counted
 
 
 def _count_plain(name: str) -> Counted:
-    made = plan(name, r=0)
+    model = create_empty(name)
+    made = plan(model, r=0)
     second = None if made.gflops_run == made.gflops else made.gflops_run
-    note = "" if second is None else f"{second:.2f} with its second classifier, as Table 2 counts it"
-    return Counted(0, made.gflops, _millions(create_empty(name)), with_second_head=second, note=note)
+    note = "" if second is None else f"{second:.2f} with its second classifier, as in Table 2"
+    return Counted(0, made.gflops, _millions(model), with_second_head=second, note=note)
 
 
 def _count_reduced(name: str, method: str, r: ReductionSpec | None) -> Counted:
-    made = plan(name, method=method, r=r)
+    model = create_empty(name)
+    made = plan(model, method=method, r=r)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UntrainedWarning)
-        fused = fuse(create_empty(name), method, r=r)
-    note = "each image decides how many tokens remain: an upper bound" if made.adaptive else ""
+        fused = fuse(model, method, r=r)
+    note = "at most: each image decides" if made.adaptive else ""
     return Counted(made.r, made.gflops, _millions(fused), at_most=made.adaptive, note=note)
 
 

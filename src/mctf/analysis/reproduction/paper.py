@@ -64,8 +64,7 @@ def methods(table: str) -> tuple[Published, ...]:
 def by_r() -> tuple[PublishedByR, ...]:
     """Tables C, D and E."""
     return tuple(
-        PublishedByR(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
-        for row in _tables()["by_r"]
+        PublishedByR(**{**row, "gflops": tuple(row["gflops"]), "top1": tuple(row["top1"])}) for row in _tables()["by_r"]
     )
 
 

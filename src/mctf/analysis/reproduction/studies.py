@@ -32,9 +32,7 @@ class Variant:
     slow: bool = False
 
 
-def variant(
-    group: str, label: str, *, r: int = R, method: str = "mctf", slow: bool = False, **options: Any
-) -> Variant:
+def variant(group: str, label: str, *, r: int = R, method: str = "mctf", slow: bool = False, **options: Any) -> Variant:
     return Variant(group, label, Setting(method, r, options=tuple(sorted(options.items()))), slow)
 
 
@@ -117,7 +115,7 @@ def _temperatures() -> tuple[Variant, ...]:
     variants = []
     for option, default in DEFAULTS.items():
         for label in TEMPERATURES:
-            changed = {} if label == default else {option: float(Fraction(label))}
+            changed: dict[str, Any] = {} if label == default else {option: float(Fraction(label))}
             slow = label not in ("1", "1/100", default)
             variants.append(variant(option, label, slow=slow, **changed))
     return tuple(variants)

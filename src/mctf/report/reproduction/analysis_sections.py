@@ -68,10 +68,9 @@ def _cosine_table(caption: str, origin: Origin, cosine: dict[str, list[float]] |
 def largest_token_section(experiment: Experiment, result: Result) -> Section:
     sizes: dict[str, list[int]] = result["sizes"]
     means = {case: mean(values) for case, values in sizes.items()}
-    smaller = means["with_size"] < means["without_size"]
-    words = "smaller" if smaller else "not smaller"
-    printed = paper.mean_largest_token()
-    text = f"With the size criterion the largest token is {words}: {means['with_size']:.1f} against {means['without_size']:.1f} patches."
+    smaller, printed = means["with_size"] < means["without_size"], paper.mean_largest_token()
+    sizes_in_words = f"{means['with_size']:.1f} against {means['without_size']:.1f} patches"
+    text = f"With the size criterion the largest token is {'' if smaller else 'not '}smaller: {sizes_in_words}."
     table = Table(
         "Mean size of the largest token",
         (Column("", text=True), Column("measured here", Origin.MEASURED), Column("DeiT-S, fine-tuned", Origin.PAPER)),
@@ -127,7 +126,11 @@ def attention_section(experiment: Experiment, result: Result) -> Section:
         experiment.title,
         ", ".join(experiment.sources),
         experiment.measures,
-        (Finding(f"In the mean over blocks, {100 * average:.1f} % of the attention goes elsewhere than it precisely would."),),
+        (
+            Finding(
+                f"In the mean over blocks {100 * average:.1f} % of the attention is not where it would precisely be."
+            ),
+        ),
         tuple(parts),
         (
             f"Distances are over {result['images']} images, heads and rows: half the sum of absolute differences. "
@@ -155,7 +158,9 @@ def fused_section(experiment: Experiment, result: Result) -> Section:
         for name, files in zip(criteria["names"], criteria["pictures"], strict=True):
             words = criteria_words(name)
             pictures.append(Picture(files[number_], f"Image {number_ + 1} fused by {words}", words))
-        strips.append(Strip(f"Image {number_ + 1} by criteria, after the last block, r = {criteria['r']}", tuple(pictures)))
+        strips.append(
+            Strip(f"Image {number_ + 1} by criteria, after the last block, r = {criteria['r']}", tuple(pictures))
+        )
     return Section(
         experiment.name,
         experiment.title,

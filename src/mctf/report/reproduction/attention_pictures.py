@@ -50,7 +50,7 @@ class AttentionPictures(Experiment):
     def run(self, task: Task) -> Result:
         subject = task.seen
         model = fuse(copy_sharing_weights(subject.model), r=R).eval()
-        depth = fused_stack(model).host.depth
+        depth = len(fused_stack(model))
         shown = four_blocks(depth)
         distances: dict[int, list[float]] = {}
         drawn = []

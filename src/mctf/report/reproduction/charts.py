@@ -4,6 +4,7 @@ Series differ by colour, by mark and by dashes: none is told by colour alone.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from .axes import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis
 from .content import Chart, Series
@@ -113,7 +114,7 @@ def _bars(all_series: Sequence[Series], x: Axis, y: Axis) -> list[Markup]:
 
 def _bar_width(all_series: Sequence[Series]) -> float:
     starts = sorted({x for series in all_series for x, _ in series.points})
-    return min((later - earlier for earlier, later in zip(starts, starts[1:], strict=False)), default=1.0)
+    return min((later - earlier for earlier, later in pairwise(starts)), default=1.0)
 
 
 def _mark(index: int, x: float, y: float, *, title: str = "") -> Markup:

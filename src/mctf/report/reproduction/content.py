@@ -119,4 +119,4 @@ class Section:
 
 def number(value: float | None, form: str = ".2f") -> str:
     """A number for a cell; a dash where there is none."""
-    return "–" if value is None else format(value, form)
+    return "-" if value is None else format(value, form)

@@ -63,7 +63,7 @@ def _cells(row: paper.Published, counted: Counted) -> tuple[str, ...]:
     name = BACKBONES[row.backbone] if row.method == "base" else f"+ {METHODS[row.method]}"
     return (
         name,
-        "–" if counted.r in (None, 0) else str(counted.r),
+        "-" if counted.r in (None, 0) else str(counted.r),
         ("≤ " if counted.at_most else "") + number(counted.gflops),
         number(row.gflops, ".1f"),
         number(counted.params_m, ".1f"),

@@ -40,6 +40,6 @@ def save(picture: Image.Image, folder: Path, name: str) -> str:
     """Write a picture as a small file that every browser shows, and give its name."""
     folder.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
-    picture.save(buffer, "WEBP", quality=_QUALITY, method=5)
+    picture.save(buffer, "WEBP", quality=_QUALITY)
     write_bytes(folder / f"{name}.webp", buffer.getvalue())
     return f"{name}.webp"

@@ -54,7 +54,10 @@ class FusedPatches(Experiment):
         for criteria in CRITERIA:
             model = fuse(copy_sharing_weights(subject.model), r=R, **options_of(criteria)).eval()
             by_criteria.append(
-                [artist.last_block(model, tensor, f"criteria_{n}_{criteria.replace("+", "-")}") for n, (_, tensor) in enumerate(images)]
+                [
+                    artist.last_block(model, tensor, f"criteria_{n}_{criteria.replace('+', '-')}")
+                    for n, (_, tensor) in enumerate(images)
+                ]
             )
         return {
             "images": [name for name, _ in images],

@@ -9,7 +9,11 @@ from .content import Chart, Column, Finding, Origin, Part, Section, Strip, Table
 from .markup import Markup, join, tag, void
 
 _BADGES = {Origin.MEASURED: "measured", Origin.COUNTED: "counted", Origin.PAPER: "paper"}
-_VERDICTS = {True: ("agrees", "✓", "As in the paper: "), False: ("differs", "≠", "Unlike the paper: "), None: ("open", "•", "")}
+_VERDICTS = {
+    True: ("agrees", "✓", "As in the paper: "),
+    False: ("differs", "≠", "Unlike the paper: "),
+    None: ("open", "•", ""),
+}
 
 
 def render_section(section: Section, pictures: Path) -> Markup:
@@ -30,7 +34,11 @@ def render_section(section: Section, pictures: Path) -> Markup:
 
 def findings(found: tuple[Finding, ...]) -> Markup:
     """A list of sentences, each marked by whether it is what the paper says."""
-    return tag("ul", *(tag("li", *_judged(each), class_=_VERDICTS[each.agrees][0]) for each in found), class_="findings") if found else Markup()
+    return (
+        tag("ul", *(tag("li", *_judged(each), class_=_VERDICTS[each.agrees][0]) for each in found), class_="findings")
+        if found
+        else Markup()
+    )
 
 
 def _judged(finding: Finding) -> tuple[Markup, ...]:
@@ -62,7 +70,7 @@ def _in_pairs(parts: tuple[Part, ...], rendered: list[Markup]) -> list[Markup]:
 
 def _render(part: Part, name: str, pictures: Path) -> Markup:
     if isinstance(part, Table):
-        return _table(part)
+        return _table(part, name)
     if isinstance(part, Chart):
         caption = tag("figcaption", part.caption, " ", badge(part.origin))
         return tag("figure", caption, draw(part, name=name), class_="chart")
@@ -71,15 +79,18 @@ def _render(part: Part, name: str, pictures: Path) -> Markup:
     return _viewer(part, name, pictures)
 
 
-def _table(table: Table) -> Markup:
+def _table(table: Table, name: str) -> Markup:
     head = tag("tr", *(_head(column) for column in table.columns))
     body = []
     for index, row in enumerate(table.rows):
         cells = [tag("th", row[0], scope="row", class_="text" if table.columns[0].text else None)]
         cells += [_cell(cell, column) for cell, column in zip(row[1:], table.columns[1:], strict=True)]
         body.append(tag("tr", *cells, class_="strong" if index in table.strong else None))
-    whole = tag("table", tag("caption", table.caption), tag("thead", head), tag("tbody", *body))
-    return tag("div", whole, class_="scroll", role="region", aria_label=table.caption, tabindex=0)
+    # the caption stands outside, so that it stays in sight when a wide table is moved on a small screen
+    caption = tag("figcaption", table.caption, id=f"{name}-caption")
+    whole = tag("table", tag("thead", head), tag("tbody", *body), aria_labelledby=f"{name}-caption")
+    moved = tag("div", whole, class_="scroll", role="region", aria_labelledby=f"{name}-caption", tabindex=0)
+    return tag("figure", caption, moved, class_="table")
 
 
 def _head(column: Column) -> Markup:
@@ -97,7 +108,11 @@ def _classes(column: Column) -> str | None:
 
 def _strip(strip: Strip, pictures: Path) -> Markup:
     items = [
-        tag("figure", void("img", src=data_uri(pictures / each.file), alt=each.alt, loading="lazy"), tag("figcaption", each.caption))
+        tag(
+            "figure",
+            void("img", src=data_uri(pictures / each.file), alt=each.alt),
+            tag("figcaption", each.caption),
+        )
         for each in strip.pictures
     ]
     return tag("figure", tag("figcaption", strip.caption), tag("div", *items, class_="strip"), class_="strips")
@@ -150,5 +165,8 @@ def data_uri(path: Path) -> str:
 
 def contents(sections: tuple[Section, ...]) -> Markup:
     """Links to all sections."""
-    items = (tag("li", tag("a", section.title, href=f"#{section.name}"), " ", tag("small", section.source)) for section in sections)
+    items = (
+        tag("li", tag("a", section.title, href=f"#{section.name}"), " ", tag("small", section.source))
+        for section in sections
+    )
     return join(tag("nav", tag("h2", "Contents", id="contents"), tag("ol", *items), aria_labelledby="contents"))

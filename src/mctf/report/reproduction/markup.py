@@ -9,12 +9,12 @@ class Markup(str):
     __slots__ = ()
 
 
-def tag(name: str, *children: str, **attributes: object) -> Markup:
+def tag(name: str, /, *children: str, **attributes: object) -> Markup:
     """An element. Attributes: class_ for class, aria_label for aria-label; None and False leave one out."""
     return Markup(f"<{name}{_attributes(attributes)}>{join(*children)}</{name}>")
 
 
-def void(name: str, **attributes: object) -> Markup:
+def void(name: str, /, **attributes: object) -> Markup:
     """An element that has no end tag in HTML: img, input, meta."""
     return Markup(f"<{name}{_attributes(attributes)}>")
 
@@ -29,6 +29,6 @@ def _attributes(attributes: dict[str, object]) -> str:
     for key, value in attributes.items():
         if value is None or value is False:
             continue
-        name = key.rstrip("_").replace("_", "-") if key != "viewBox" else key
+        name = key.rstrip("_").replace("_", "-")
         words.append(f" {name}" if value is True else f' {name}="{escape(str(value))}"')
     return "".join(words)

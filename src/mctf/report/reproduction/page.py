@@ -6,10 +6,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from ...analysis.reproduction import paper
-from .content import Section
+from .content import Origin, Section
 from .html import badge, contents, findings, render_section
-from .content import Origin
-from .markup import Markup, join, tag, void
+from .markup import Markup, tag, void
 
 TITLE = "Multi-criteria Token Fusion, measured again"
 # The browser itself sees to it that nothing is fetched.
@@ -94,4 +93,4 @@ def _left_out(reasons: Mapping[str, str]) -> Markup:
 
 
 def _own(name: str) -> Markup:
-    return join(Markup((files("mctf") / "report" / "reproduction" / name).read_text(encoding="utf-8")))
+    return Markup((files("mctf") / "report" / "reproduction" / name).read_text(encoding="utf-8"))

@@ -1,0 +1,97 @@
+"""Both maps against loops and against what the fused model computes, and the pictures made of them."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import mctf
+from mctf.analysis.reproduction.attention_maps import Maps, approximate, compared
+from mctf.api import fused_stack
+from mctf.core.assignment import Assignment
+from mctf.report.reproduction.attention_pictures import AttentionPictures, four_blocks, heated, look
+from models import make, make_images
+
+from .subjects import make_task
+
+
+def test_approximation_is_what_loops_give() -> None:
+    full = torch.rand(1, 2, 5, 5, dtype=torch.float64).softmax(dim=3)
+    slots, weights = [0, 1, 1, 2, 1], torch.tensor([[0.5, 1.0, 3.0, 2.0, 0.25]], dtype=torch.float64)
+    found = approximate(full, Assignment(torch.tensor([slots]), 3), weights)
+    for head in range(2):
+        for p in range(3):
+            members = [i for i in range(5) if slots[i] == p]
+            for u in range(3):
+                sums = [sum(full[0, head, i, j] for j in range(5) if slots[j] == u) for i in members]
+                total = sum(weights[0, i] for i in members)
+                expected = sum(weights[0, i] * each for i, each in zip(members, sums, strict=True)) / total
+                assert found[0, head, p, u] == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize("name", ["plain", "registers", "eva_dinov3"])
+@torch.no_grad()
+def test_maps_are_attention_and_the_model_runs_as_ever(name: str) -> None:
+    model = mctf.fuse(make(name), r=9)
+    images = make_images(model, 2)
+    before, method = model(images), fused_stack(model).method
+    with compared(model) as maps:
+        assert torch.equal(model(images), before)
+    assert fused_stack(model).method is method
+    assert sorted(maps) == [1, 2, 3]
+    for block, both in maps.items():
+        tokens = fused_tokens(model, block)
+        for each in (both.approximated, both.precise):
+            assert each.shape[2:] == (tokens, tokens)
+            torch.testing.assert_close(each.sum(dim=3), torch.ones(each.shape[:3]))
+        assert ((both.distance() > 0) & (both.distance() < 1)).all()
+
+
+def fused_tokens(model, block: int) -> int:
+    return mctf.plan(mctf.unfuse(__import__("copy").deepcopy(model)), r=9).token_counts[block]
+
+
+@torch.no_grad()
+def test_with_equal_tokens_fused_nothing_is_approximated() -> None:
+    maps = Maps(torch.eye(3)[None, None], torch.eye(3)[None, None].roll(1, dims=3))
+    assert maps.distance().tolist() == [1.0]
+    assert Maps(maps.precise, maps.precise).distance().tolist() == [0.0]
+
+
+@pytest.mark.parametrize(("depth", "blocks"), [(12, [2, 5, 8, 11]), (4, [1, 2, 3]), (1, [])])
+def test_blocks_that_are_shown(depth: int, blocks: list[int]) -> None:
+    assert four_blocks(depth) == blocks
+
+
+@torch.no_grad()
+def test_heat_is_a_share_of_the_attention() -> None:
+    model = mctf.fuse(make("plain"), r=12)
+    heats, distances = look(model, make_images(model, 1))
+    assert sorted(heats) == sorted(distances) == [1, 2, 3]
+    for both in heats.values():
+        for heat in both.values():
+            assert heat.shape == (64,)
+            assert 0.5 < heat.sum() < 1  # the class token has the rest
+
+
+def test_heat_is_drawn_patch_by_patch() -> None:
+    heat = np.array([[0.0, 1.0], [1.0, 0.0]])
+    picture = np.asarray(heated(Image.new("RGB", (8, 8), (90, 90, 90)), heat, scale=2)).astype(int)
+    assert picture.shape == (16, 16, 3)
+    cold, hot = picture[:8, :8], picture[:8, 8:]
+    assert (cold == cold[0, 0]).all()
+    assert (hot == hot[0, 0]).all()
+    assert (picture[8:, 8:] == cold).all()
+    assert hot[0, 0].sum() > cold[0, 0].sum() + 200
+
+
+def test_the_experiment_draws_some_and_measures_all(tmp_path, subject) -> None:
+    task, steps = make_task(tmp_path, subject)
+    found = AttentionPictures().run(task)
+    assert sum(steps) == AttentionPictures().steps(task) == found["images"] == 5
+    assert list(found["distance"]) == ["2", "3", "4"]
+    assert len(found["drawn"]) == 2
+    files = [file for drawn in found["drawn"] for kind in drawn["pictures"].values() for file in kind]
+    assert len(set(files)) == 2 * 2 * 3
+    for file in files:
+        assert Image.open(task.pictures / file).size == (448, 448)

@@ -1,0 +1,58 @@
+"""Experiments that compare settings give what the evaluation gives."""
+
+from dataclasses import asdict
+
+import pytest
+
+from mctf.analysis.evaluate import Setting, evaluate
+from mctf.analysis.reproduction import studies
+from mctf.analysis.reproduction.criteria import SUBSETS, options_of
+
+from .subjects import make_task
+
+
+def numbers(row: dict[str, object]) -> dict[str, object]:
+    return {key: row[key] for key in ("kl", "agreement", "top1", "gflops", "r")}
+
+
+def test_a_study_is_an_evaluation_of_its_variants(tmp_path, subject) -> None:
+    task, steps = make_task(tmp_path, subject)
+    found = studies.DESIGN.run(task)
+    assert sum(steps) == studies.DESIGN.steps(task)
+    chosen = [each.setting for each in studies.DESIGN.chosen(quick=True)]
+    expected = evaluate(subject.model, subject.batches, [Setting(r=0), *chosen]).rows
+    assert [numbers(row) for row in (found["base"], *found["rows"])] == [numbers(asdict(row)) for row in expected]
+    assert (found["images"], found["base"]["kl"]) == (5, 0)
+    assert len({row["kl"] for row in found["rows"]}) > 5
+
+
+def test_a_setting_that_two_variants_share_is_run_once(tmp_path, subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = []
+    monkeypatch.setattr(studies, "evaluate", lambda _model, _batches, settings: run.append(settings) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        studies.DESIGN.run(make_task(tmp_path, subject)[0])
+    assert len(run[0]) == len(set(run[0])) == 1 + len(studies.DESIGN.variants) - 3  # four groups have the same default
+
+
+@pytest.mark.parametrize("study", studies.STUDIES, ids=lambda each: each.name)
+def test_quick_measures_less_and_keeps_every_group(study: studies.Study) -> None:
+    quick, all_ = study.chosen(quick=True), study.chosen(quick=False)
+    assert {each.group for each in quick} == {each.group for each in all_}
+    assert len(quick) < len(all_) or study is studies.DESIGN
+    assert any(each.setting.r == studies.R for each in quick)
+
+
+def test_the_curves_that_are_compared_have_the_same_r() -> None:
+    for study in (studies.OFF_THE_SHELF, studies.AHEAD):
+        for quick in (False, True):
+            groups: dict[str, list[object]] = {}
+            for each in study.chosen(quick):
+                groups.setdefault(each.group, []).append(each.setting.r)
+            first, second = groups.values()
+            assert first == second
+
+
+def test_criteria_switch_off_what_they_do_not_name() -> None:
+    assert options_of("sim+info+size") == {}
+    assert options_of("info") == {"tau_sim": 0.0, "tau_size": 0.0}
+    assert len(SUBSETS) == 7

@@ -1,0 +1,246 @@
+"""Fine-tuning methods that learn layers of their own: what the engine trains, keeps and leaves, and where it ends."""
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from command_line import Command
+from mctf import MctfError
+from mctf.analysis.evaluate import Setting, evaluate
+from mctf.api import find_stack
+from mctf.data import Batch
+from mctf.learned import UntrainedWarning, kept_aside
+from mctf.train.assembly import assemble_around
+from mctf.train.branches import run_branch
+from mctf.train.engine import Trainer
+from mctf.train.finishing import finished_model, write_weights
+from mctf.train.logs import read_log
+from mctf.train.original import Original
+from mctf.train.recipe import read_recipe
+from models import make, make_images
+from train.feeds import ALONE, KilledError, Stripes, finish, killing_at, make_recipe, make_trainer, same, weights_of
+from train.together import run_together, write_stripes
+
+METHODS = ["dynamic_vit", "spvit"]
+BASIC = {"model": "test_vit", "data": "images"}
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture(autouse=True)
+def _no_complaints() -> Any:
+    """Training says nothing of untrained layers: it is there to train them."""
+    with warnings.catch_warnings(action="error", category=UntrainedWarning):
+        yield
+
+
+@every_method
+class TestEngine:
+    def test_trains_and_averages_the_layers(self, tmp_path: Path, method: str) -> None:
+        trainer = make_trainer(tmp_path, method=method, r=0.4, ema=0.5)
+        before = weights_of(trainer)
+        finish(trainer)
+        after, average = weights_of(trainer), trainer.average.module.state_dict()
+        layers = [name for name in before if name.startswith("token_reduction.")]
+        assert {name.split(".")[1] for name in layers} == {"1", "2", "3"}
+        assert all(not torch.equal(before[name], after[name]) for name in layers)
+        assert average.keys() == after.keys()
+        assert all(not torch.equal(before[name], average[name]) for name in layers)
+
+    def test_layers_have_a_learning_rate_of_their_own(self, tmp_path: Path, method: str) -> None:
+        trainer = make_trainer(tmp_path, method=method, r=0.4, lr=1e-4, layers_lr=2e-2, warmup_epochs=0)
+        assert trainer.schedule.set(0) == pytest.approx(1e-4)  # what is logged is the model's
+        groups = trainer.optimiser.param_groups
+        own = {id(parameter) for parameter in trainer.model.token_reduction.parameters()}
+        for group in groups:
+            inside = {id(parameter) in own for parameter in group["params"]}
+            assert len(inside) == 1
+            assert group["lr"] == pytest.approx(2e-2 if inside == {True} else 1e-4)
+        counted = sum(len(group["params"]) for group in groups)
+        assert counted == len(list(trainer.model.parameters()))
+        assert {group["weight_decay"] for group in groups if id(group["params"][0]) in own} == {0, 0.05}
+
+    def test_stopped_and_resumed_it_ends_the_same(self, tmp_path: Path, method: str) -> None:
+        options = {"method": method, "r": 0.4, "ema": 0.9, "features": {"drop_path_rate": 0.1}}
+        torch.manual_seed(0)
+        expected = finish(make_trainer(tmp_path / "whole", **options))
+        torch.manual_seed(0)
+        stopped = make_trainer(tmp_path / "stopped", save_steps=4, **options)
+        with pytest.raises(KilledError):
+            finish(stopped, on_step=killing_at(6))
+        torch.manual_seed(0)
+        resumed = make_trainer(tmp_path / "stopped", save_steps=4, **options)
+        resumed.resume()
+        assert resumed.step == 4
+        assert same(finish(resumed), expected)
+
+    def test_leaves_weights_and_layers(self, tmp_path: Path, method: str) -> None:
+        trainer = make_trainer(tmp_path, method=method, r=0.4, ema=0.5)
+        finish(trainer)
+        expected = {name: value.clone() for name, value in trainer.average.module.state_dict().items()}
+        assert same(load_file(write_weights(trainer)), expected)
+        model = finished_model(trainer)
+        assert find_stack(model) is None
+        assert kept_aside(model).keys() == {name for name in expected if name.startswith("token_reduction.")}
+        assert same(load_file(write_weights(trainer)), expected)  # unfused, it still knows its layers
+        batch = Batch(make_images(model, 4), torch.arange(4))
+        assert evaluate(model, [batch], [Setting(method, 0.4)]).notes == ()
+
+    def test_adds_the_loss_of_the_method(self, tmp_path: Path, method: str) -> None:
+        trainer = make_trainer(tmp_path, method=method, r=0.4)
+        images, labels = Stripes().make(0, 0)
+        trainer.model.train()
+        losses = trainer.objective(images, labels, None, None)
+        assert losses.extra > 0
+        torch.testing.assert_close(losses.total, losses.answers + losses.extra)
+
+
+class TestOriginal:
+    def test_is_the_model_before_training(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, method="dynamic_vit", r=0.4)
+        plain = make("plain", num_classes=4)
+        images, _ = Stripes().make(0, 0)
+        finish(trainer)
+        lesson = trainer.objective.original(images)
+        with torch.no_grad():
+            torch.testing.assert_close(lesson.logits, plain(images))
+            torch.testing.assert_close(lesson.tokens, plain.forward_features(images))
+        assert not any(name.startswith("original") for name in trainer.objective.state_dict())
+
+    def test_keeps_its_answers_where_it_does_not_know_the_classes(self) -> None:
+        images, _ = Stripes().make(0, 0)
+        assert Original(make("plain"), knows_classes=False)(images).logits is None
+
+    @pytest.mark.parametrize(("knows", "taught"), [(True, True), (False, False)])
+    def test_of_a_classifier_made_anew_teaches_tokens_alone(self, tmp_path: Path, knows: bool, taught: bool) -> None:
+        recipe = make_recipe(tmp_path, method="dynamic_vit", r=0.4)
+        trainer = assemble_around(make("plain", num_classes=4), Stripes(), recipe, ALONE, knows_classes=knows)
+        assert trainer.objective.original.knows_classes is taught
+
+    @pytest.mark.parametrize("options", [{"method": "dynamic_vit", "random_weights": True}, {"method": "mctf"}])
+    def test_is_not_made_where_it_teaches_nothing(self, tmp_path: Path, options: dict[str, Any]) -> None:
+        trainer = make_trainer(tmp_path, r=0.4, **options)
+        assert trainer.objective.original is None
+
+
+class TestRecipe:
+    @pytest.mark.parametrize(
+        ("method", "r", "objective", "evaluate_r"),
+        [
+            ("mctf", 16, "consistency", (0, 4, 8, 12, 16, 20)),
+            ("dynamic_vit", 0.3, "cross-entropy", (0, 0.3)),
+            ("spvit", 0.34, "cross-entropy", (0, 0.34)),
+            ("evo_vit", 0.5, "consistency", (0, 0.5)),
+            ("none", 16, "consistency", (0, 4, 8, 12, 16, 20)),
+        ],
+    )
+    def test_what_is_left_open_suits_the_method(
+        self, method: str, r: Any, objective: str, evaluate_r: tuple[Any, ...]
+    ) -> None:
+        if method == "none":
+            recipe = read_recipe(BASIC | {"method": method, "objective": "cross-entropy"})
+            assert (recipe.r, recipe.evaluate_r) == (r, evaluate_r)
+            return
+        recipe = read_recipe(BASIC | {"method": method})
+        assert (recipe.r, recipe.objective, recipe.evaluate_r) == (r, objective, evaluate_r)
+        chosen = read_recipe(BASIC | {"method": method, "r": 0.2, "evaluate_r": "0.2"})
+        assert (chosen.r, chosen.evaluate_r) == (0.2, (0.2,))
+
+    def test_consistency_is_refused_where_one_r_is_learned(self) -> None:
+        with pytest.raises(MctfError, match="dynamic_vit has a loss of its own, for one amount of fusing"):
+            read_recipe(BASIC | {"method": "dynamic_vit", "objective": "consistency"})
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("learned")
+    write_stripes(place / "train", images=8, seed=0)
+    write_stripes(place / "val", images=2, seed=1)
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_vit", num_classes=4).state_dict(), place / "base.safetensors")
+    return place
+
+
+def arguments(place: Path, output: Path, method: str, *more: object) -> list[object]:
+    tiny = ["test_vit", "--image-size", 64, "--weights", place / "base.safetensors", "-m", method, "--device", "cpu"]
+    short = ["--epochs", 1, "--batch", 8, "--data", place / "train", "--output", output, "--log-steps", 1]
+    return [*tiny, *short, "--augmentation", "none", "--no-progress", *more]
+
+
+@every_method
+def test_the_command_trains_and_eval_reads_what_it_leaves(
+    place: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    run = Command(monkeypatch, capfd)
+    done = run("finetune", *arguments(place, output, method, "--validation", place / "val"))
+    assert done.code == 0, done.err
+    assert "cross-entropy: 1 epochs of 4 steps" in done.out
+    assert "untrained" not in done.out + done.err
+    ours = json.loads((output / "evaluation.json").read_text())
+    r = ours["rows"][-1]["r"]
+    evaluate_options = ["--image-size", 64, "--data", place / "val", "--batch-size", 8, "--json", "-r", f"0,{r}"]
+    again = run("eval", "test_vit", "--weights", output / "model.safetensors", "-m", method, *evaluate_options)
+    assert (again.code, again.err) == (0, "")
+    for one, other in zip(ours["rows"], json.loads(again.out)["rows"], strict=True):
+        assert [one[key] for key in ("method", "r", "top1", "gflops")] == [
+            other[key] for key in ("method", "r", "top1", "gflops")
+        ]
+        assert one["kl"] == pytest.approx(other["kl"], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_layers(place: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    run_together(["finetune", *arguments(place, output, "spvit", "--batch", 4)], world=2, folder=tmp_path)
+    layers = [value for name, value in load_file(output / "model.safetensors").items() if "token_reduction" in name]
+    assert layers
+    assert all(value.isfinite().all() for value in layers)
+    assert all(row["extra"] > 0 for row in read_log(output / "log.csv"))
+
+
+@pytest.fixture(scope="module")
+def expert() -> nn.Module:
+    """A tiny model that knows the stripes."""
+    model = make("plain", num_classes=4)
+    recipe = make_recipe(Path("nowhere"), method="none", objective="cross-entropy", epochs=1)
+    finish_unsaved(assemble_around(model, Stripes(batch=16, steps=60), recipe, ALONE))
+    return model.eval()
+
+
+def finish_unsaved(trainer: Trainer) -> None:
+    trainer.save = lambda: None  # type: ignore[method-assign]
+    finish(trainer)
+
+
+@pytest.mark.slow
+@every_method
+def test_training_ends_near_the_shares_to_be_kept(expert: nn.Module, tmp_path: Path, method: str) -> None:
+    # the tokens of so small a model change so much with every patch that their term would outweigh all others
+    options = {"ratio_weight": 200, "token_weight": 0}
+    recipe = make_recipe(
+        tmp_path, method=method, r=0.2, epochs=1, lr=1e-5, min_lr=1e-6, layers_lr=5e-3, method_options=options
+    )
+    torch.manual_seed(1)
+    trainer = assemble_around(copy.deepcopy(expert), Stripes(batch=16, steps=120, seed=3), recipe, ALONE)
+    images, labels = Stripes(batch=64, steps=1, seed=9).make(0, 0)
+    assert max(misses(trainer.model, images)) > 0.1
+    finish_unsaved(trainer)
+    assert max(misses(trainer.model, images)) < 0.03
+    with torch.no_grad():
+        answers = trainer.model.eval()(images).argmax(dim=1)
+    assert (answers == labels).float().mean() > 0.9
+
+
+def misses(model: nn.Module, images: Tensor) -> list[float]:
+    """How far the shares kept after each stage are from those to be kept."""
+    torch.manual_seed(0)
+    decisions = run_branch(model.train(), images).carries[-1]
+    return [abs(share - target) for share, target in zip(decisions.kept_shares(), decisions.targets, strict=True)]
