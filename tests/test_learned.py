@@ -67,7 +67,7 @@ class TestMaking:
         assert not hasattr(mctf.fuse(make("plain"), METHOD, r=0), "token_reduction")
 
     @pytest.mark.filterwarnings("ignore::mctf.learned.UntrainedWarning")
-    def test_follows_the_seed_and_leaves_the_generator_alone(self) -> None:
+    def test_follows_the_generator_and_leaves_it_alone(self) -> None:
         def made(seed: int) -> tuple[Tensor, Tensor]:
             model = make("plain")
             torch.manual_seed(seed)

@@ -49,12 +49,11 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 def make_layers(model: nn.Module, host: Host, method: Method, schedule: Sequence[Entry]) -> nn.ModuleDict | None:
     """The method's own layers, on the model's device and in its dtype; with the values kept aside where there are any.
 
-    Values that nobody trained follow from torch's seed, and making them leaves torch's generator as it was.
+    Values that nobody trained follow from torch's generator, which is left as it was.
     """
     if type(method).make_layers is Method.make_layers:
         return None
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(torch.initial_seed())
         layers = method.make_layers(host.architecture(None).blocks, schedule)
     if not layers:
         return None

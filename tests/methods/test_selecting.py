@@ -17,6 +17,7 @@ from mctf.api import fused_stack
 from mctf.methods import dynamic_vit, selecting, spvit
 from mctf.methods.selecting import Decisions, masked_map, ratio_loss, token_distance
 from mctf.train.branches import Branch, Lesson, run_branch
+from mctf.train.compiling import compile_blocks
 from methods.learned import teach
 from methods.naive import assert_images_do_not_meet, assert_r_0_is_plain
 from models import family_of, make, make_images, run, tokens_of
@@ -255,6 +256,23 @@ def test_one_graph_equals_eager(method: str) -> None:
     images = make_images(model, 2)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(images), model(images), atol=1e-5, rtol=1e-5)
+
+
+@every_method
+def test_training_compiled_block_by_block_equals_eager(method: str) -> None:
+    torch.compiler.reset()
+    model = taught_model("plain", method, [0, 0.4, 0.4], depth=3).train()
+    images, gradients = make_images(model, 2), []
+    for compiled in (False, True):
+        if compiled:
+            compile_blocks(model, backend="aot_eager")
+        model.zero_grad()
+        torch.manual_seed(3)
+        branch = run_branch(model, images)
+        loss = fused_stack(model).method.extra_loss(model, None, None, [branch])
+        (branch.logits.square().sum() + loss).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-8, rtol=1e-6)
 
 
 @every_method

@@ -1,5 +1,7 @@
 """Both maps against loops and against what the fused model computes, and the pictures made of them."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from mctf.core.assignment import Assignment
 from mctf.report.reproduction.attention_pictures import AttentionPictures, four_blocks, heated, look
 from models import make, make_images
 
-from .subjects import make_task
+from .subjects import make_subject, make_task
 
 
 def test_approximation_is_what_loops_give() -> None:
@@ -32,35 +34,40 @@ def test_approximation_is_what_loops_give() -> None:
 @pytest.mark.parametrize("name", ["plain", "registers", "eva_dinov3"])
 @torch.no_grad()
 def test_maps_are_attention_and_the_model_runs_as_ever(name: str) -> None:
-    model = mctf.fuse(make(name), r=9)
-    images = make_images(model, 2)
+    model = make(name)
+    counts = mctf.plan(model, r=9).token_counts
+    images = make_images(mctf.fuse(model, r=9), 2)
     before, method = model(images), fused_stack(model).method
     with compared(model) as maps:
         assert torch.equal(model(images), before)
     assert fused_stack(model).method is method
     assert sorted(maps) == [1, 2, 3]
     for block, both in maps.items():
-        tokens = fused_tokens(model, block)
         for each in (both.approximated, both.precise):
-            assert each.shape[2:] == (tokens, tokens)
+            assert each.shape[2:] == (counts[block], counts[block])
             torch.testing.assert_close(each.sum(dim=3), torch.ones(each.shape[:3]))
         assert ((both.distance() > 0) & (both.distance() < 1)).all()
 
 
-def fused_tokens(model, block: int) -> int:
-    return mctf.plan(mctf.unfuse(__import__("copy").deepcopy(model)), r=9).token_counts[block]
-
-
-@torch.no_grad()
-def test_with_equal_tokens_fused_nothing_is_approximated() -> None:
+def test_maps_are_nothing_to_everything_apart() -> None:
     maps = Maps(torch.eye(3)[None, None], torch.eye(3)[None, None].roll(1, dims=3))
     assert maps.distance().tolist() == [1.0]
     assert Maps(maps.precise, maps.precise).distance().tolist() == [0.0]
 
 
-@pytest.mark.parametrize(("depth", "blocks"), [(12, [2, 5, 8, 11]), (4, [1, 2, 3]), (1, [])])
-def test_blocks_that_are_shown(depth: int, blocks: list[int]) -> None:
-    assert four_blocks(depth) == blocks
+@pytest.mark.parametrize(
+    ("depth", "fusing", "blocks"),
+    [(12, range(1, 12), [2, 5, 8, 11]), (4, range(1, 4), [1, 2, 3]), (24, range(1, 13), [5, 11, 12]), (2, [1], [1])],
+)
+def test_blocks_that_are_shown(depth: int, fusing: Sequence[int], blocks: list[int]) -> None:
+    """Of a deep model the last blocks have nothing left to fuse."""
+    assert four_blocks([block in fusing for block in range(depth)]) == blocks
+
+
+def test_a_model_with_nothing_to_fuse_is_not_looked_at(tmp_path) -> None:
+    tiny = make_subject(tmp_path, make("plain", img_size=24))
+    assert AttentionPictures().unsuited(tiny) == "the model has too few tokens to fuse any"
+    assert AttentionPictures().unsuited(make_subject(tmp_path)) is None
 
 
 @torch.no_grad()

@@ -76,7 +76,9 @@ def test_ablations() -> None:
 
 @needs_shared(FILES["class_token_cosine"])
 def test_table_b() -> None:
-    printed = {row["criteria"]: tuple(float(row[f"b{block}"]) for block in range(1, 13)) for row in rows("class_token_cosine")}
+    printed = {
+        row["criteria"]: tuple(float(row[f"b{block}"]) for block in range(1, 13)) for row in rows("class_token_cosine")
+    }
     assert paper.class_token_cosine() == printed
 
 

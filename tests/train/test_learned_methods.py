@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import mctf
 from command_line import Command
 from mctf import MctfError
 from mctf.analysis.evaluate import Setting, evaluate
@@ -19,7 +20,7 @@ from mctf.api import find_stack
 from mctf.data import Batch
 from mctf.learned import UntrainedWarning, kept_aside
 from mctf.train.assembly import assemble_around
-from mctf.train.branches import run_branch
+from mctf.train.branches import run_branch, run_branches
 from mctf.train.engine import Trainer
 from mctf.train.finishing import finished_model, write_weights
 from mctf.train.logs import read_log
@@ -93,6 +94,11 @@ class TestEngine:
         batch = Batch(make_images(model, 4), torch.arange(4))
         assert evaluate(model, [batch], [Setting(method, 0.4)]).notes == ()
 
+    def test_trains_in_mixed_precision(self, tmp_path: Path, method: str) -> None:
+        trainer = make_trainer(tmp_path, method=method, r=0.4, dtype="bfloat16", epochs=1, accumulate=2)
+        assert all(value.isfinite().all() for value in finish(trainer).values())
+        assert trainer.step == 1
+
     def test_adds_the_loss_of_the_method(self, tmp_path: Path, method: str) -> None:
         trainer = make_trainer(tmp_path, method=method, r=0.4)
         images, labels = Stripes().make(0, 0)
@@ -100,6 +106,24 @@ class TestEngine:
         losses = trainer.objective(images, labels, None, None)
         assert losses.extra > 0
         torch.testing.assert_close(losses.total, losses.answers + losses.extra)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_branches_know_what_the_method_carried(checkpointed: bool) -> None:
+    model = mctf.fuse(make("plain"), "evo_vit")
+    model.set_grad_checkpointing(checkpointed)
+    inside = []
+    for branch in run_branches(model, make_images(model, 2), 0.25):
+        assert [carry is None for carry in branch.carries] == [False] * 4
+        inside.append(branch.carries[-1].chosen.assignment.count)
+    assert inside == [1 + 32, 1 + 48]
+    assert run_branch(mctf.unfuse(model), make_images(model, 2)).carries == ()
+
+
+def test_evo_vit_trains_with_consistency(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, method="evo_vit", r=0.5, epochs=1)
+    assert trainer.objective.consistency is not None
+    assert all(value.isfinite().all() for value in finish(trainer).values())
 
 
 class TestOriginal:
@@ -229,8 +253,8 @@ def test_training_ends_near_the_shares_to_be_kept(expert: nn.Module, tmp_path: P
         tmp_path, method=method, r=0.2, epochs=1, lr=1e-5, min_lr=1e-6, layers_lr=5e-3, method_options=options
     )
     torch.manual_seed(1)
-    trainer = assemble_around(copy.deepcopy(expert), Stripes(batch=16, steps=120, seed=3), recipe, ALONE)
-    images, labels = Stripes(batch=64, steps=1, seed=9).make(0, 0)
+    trainer = assemble_around(copy.deepcopy(expert), Stripes(batch=16, steps=160, seed=3), recipe, ALONE)
+    images, labels = Stripes(batch=256, steps=1, seed=9).make(0, 0)
     assert max(misses(trainer.model, images)) > 0.1
     finish_unsaved(trainer)
     assert max(misses(trainer.model, images)) < 0.03

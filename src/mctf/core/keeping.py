@@ -36,10 +36,5 @@ def keep_best(scores: Tensor, keep: int, *, protected: int) -> Kept:
     first = torch.arange(protected, device=scores.device).expand(batch, -1)
     index = torch.cat([first, best], dim=1)
     stays = torch.zeros(batch, tokens, dtype=torch.long, device=scores.device).scatter(1, index, 1)
-    return Kept(index, Assignment(slots_of(stays, protected), protected + keep), stays.float())
-
-
-def slots_of(stays: Tensor, protected: int) -> Tensor:
-    """The slot of each token when those that do not stay are left out, B N; stays: B N, 1 or 0, int64."""
-    places = torch.arange(stays.shape[1], device=stays.device)
-    return torch.maximum(stays.cumsum(1) - 1, places.clamp_max(protected))
+    slots = torch.maximum(stays.cumsum(1) - 1, torch.arange(tokens, device=scores.device).clamp_max(protected))
+    return Kept(index, Assignment(slots, protected + keep), stays.float())

@@ -21,6 +21,7 @@ Axes: B images, H heads, N tokens, n of them patches, C channels.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -89,9 +90,9 @@ class Selecting(Method):
     def default_blocks(self, depth: int) -> tuple[int, ...]:
         return fast_blocks(depth)
 
+    @abstractmethod
     def share(self, ratio: float, stage: int) -> float:
         """The share of the first patches that stays after the given stage, counted from 0."""
-        raise NotImplementedError
 
     def asked(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         """A count as it is; by a ratio, all but the floor(share * n) patches that are to stay of the first n."""
@@ -118,9 +119,9 @@ class Selecting(Method):
         chosen = [index for index, entry in enumerate(schedule) if entry]
         return nn.ModuleDict({str(index): self.make_layer(shapes[index]) for index in chosen})
 
+    @abstractmethod
     def make_layer(self, shape: BlockShape) -> nn.Module:
         """What scores the patches before one block."""
-        raise NotImplementedError
 
     def extra_loss(self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Any]) -> Tensor:
         """The loss beside the cross-entropy; see `ExtraLoss` in `mctf.train.objective`."""

@@ -74,7 +74,7 @@ class SPViT(Selecting):
         is_patch = torch.arange(others.shape[1], device=x.device) < others.shape[1] - packages
         _, keeping = self.layers_of(turn)(others, is_patch.expand(others.shape[:2]))
         kept = keep_best(keeping.where(is_patch, 2.0), others.shape[1] - turn.r, protected=turn.protected)
-        protected = keeping.new_ones(len(x), turn.protected)
+        protected = keeping.new_ones(x.shape[0], turn.protected)
         weights = torch.cat([protected, keeping.clamp_min(_LEAST)], dim=1).where(kept.weights == 0, 1.0)
         package = kept.assignment.count
         return Assignment(kept.assignment.slots.where(kept.weights > 0, package), package + 1), weights

@@ -73,7 +73,11 @@ def largest_token_section(experiment: Experiment, result: Result) -> Section:
     text = f"With the size criterion the largest token is {'' if smaller else 'not '}smaller: {sizes_in_words}."
     table = Table(
         "Mean size of the largest token",
-        (Column("", text=True), Column("measured here", Origin.MEASURED), Column("DeiT-S, fine-tuned", Origin.PAPER)),
+        (
+            Column("MCTF", text=True),
+            Column("measured here", Origin.MEASURED),
+            Column("DeiT-S, fine-tuned", Origin.PAPER),
+        ),
         tuple((words, number(means[case], ".1f"), number(printed[case], ".1f")) for case, words in CASES.items()),
     )
     chart = Chart(

@@ -6,6 +6,7 @@ evenly among its patches. Both maps of a block share one scale of colours.
 Axes: B images, 3 H W; M tokens after a block; rows and columns of patches.
 """
 
+from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from ...analysis.plan import plan
 from ...analysis.reproduction.attention_maps import compared
 from ...analysis.reproduction.experiment import Experiment, Result, Subject, Task
 from ...analysis.reproduction.studies import R
@@ -44,14 +46,13 @@ class AttentionPictures(Experiment):
         return self._count(task)
 
     def unsuited(self, subject: Subject) -> str | None:
-        return no_grid(subject)
+        return no_grid(subject) or (None if any(_fusing(subject)) else "the model has too few tokens to fuse any")
 
     @torch.inference_mode()
     def run(self, task: Task) -> Result:
         subject = task.seen
         model = fuse(copy_sharing_weights(subject.model), r=R).eval()
-        depth = len(fused_stack(model))
-        shown = four_blocks(depth)
+        shown = four_blocks(_fusing(subject))
         distances: dict[int, list[float]] = {}
         drawn = []
         for number, (name, tensor) in enumerate(subject.some(self._count(task))):
@@ -65,7 +66,6 @@ class AttentionPictures(Experiment):
         return {
             "images": self._count(task),
             "r": R,
-            "depth": depth,
             "blocks": [block + 1 for block in shown],
             "distance": {str(block + 1): mean(values) for block, values in sorted(distances.items())},
             "drawn": drawn,
@@ -84,12 +84,20 @@ class AttentionPictures(Experiment):
         return save(picture, task.pictures, f"attention_{number}_block{block + 1}_{kind}")
 
 
-def four_blocks(depth: int) -> list[int]:
+def four_blocks(fusing: Sequence[bool]) -> list[int]:
     """Blocks 3, 6, 9 and 12 of twelve, counted from 1, and the like places of other depths: indices from 0.
 
-    The first block does not fuse and has nothing to compare.
+    fusing: whether each block fuses. One that does not has nothing to compare: the last before it that does is shown,
+    or the first of all.
     """
-    return sorted({max(1, round(depth * part / 4) - 1) for part in (1, 2, 3, 4)} & set(range(depth)))
+    able = [block for block, fuses in enumerate(fusing) if fuses]
+    places = [round(len(fusing) * part / 4) - 1 for part in (1, 2, 3, 4)]
+    return sorted({max((block for block in able if block <= place), default=able[0]) for place in places})
+
+
+def _fusing(subject: Subject) -> list[bool]:
+    made = plan(subject.model, r=R, image_size=subject.preprocessing.image_size)
+    return [step.taken > 0 for step in made.reductions]
 
 
 def look(model: nn.Module, pixels: Tensor) -> tuple[dict[int, dict[str, Tensor]], dict[int, float]]:

@@ -11,14 +11,13 @@ from .words import BACKBONES, METHODS
 def table_section(experiment: Experiment, result: Result) -> Section:
     """Table 1 or 2: what was counted beside what was printed, and the paper's accuracy in a column of its own."""
     rows = [(paper.Published(**row["paper"]), Counted(**row["counted"])) for row in result["rows"]]
-    first_table = rows[0][0].table == "1"
     return Section(
         experiment.name,
         experiment.title,
-        ", ".join((*experiment.sources, "Figure 1")) if first_table else ", ".join(experiment.sources),
+        ", ".join(experiment.sources),
         experiment.measures,
         (_finding(rows),),
-        (_table(rows), *(_accuracy_charts() if first_table else ())),
+        (_table(rows), *(_accuracy_charts() if "Figure 1" in experiment.sources else ())),
         (
             "Counted at each method's published setting, in the paper's account: one FLOP a multiply-add. "
             "CoaT, Swin and PoolFormer are counted by torch on tensors without memory.",
