@@ -62,6 +62,7 @@ def test_the_table_is_for_people(bench: Command) -> None:
         (["test_vit", "-m", "tomee"], "unknown method 'tomee': did you mean 'tome'?"),
         (["test_vit", "-r", "x"], "r='x' is not a number"),
         (["resnet18"], "ResNet cannot be fused"),
+        (["test_vit", "-m", "ats", "--compile"], "ats keeps as many tokens as each image needs"),
         (["test_vit", "--output", "no/such/folder.json"], "there is no folder"),
     ],
     ids=str,

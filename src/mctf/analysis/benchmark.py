@@ -19,6 +19,7 @@ from ..core.schedule import ReductionSpec
 from ..errors import MctfError
 from ..kernels import plain_operations
 from ..kernels.patches import PatchProduct
+from ..methods import make_method
 from ..models.sharing import copy_sharing_weights
 from .comparison import Timing, measure
 from .plan import plan
@@ -62,6 +63,11 @@ def benchmark(model: nn.Module, contest: Contest, *, tick: Callable[[], object] 
     """Time the plain model and every contender on random images, interleaved; `tick` is called after each step."""
     if contest.compiled is None:
         return _benchmark(model, contest, tick)
+    for name in contest.methods:
+        if make_method(name, {}).adaptive:
+            raise MctfError(
+                f"{name} keeps as many tokens as each image needs, which no graph can know: leave out --compile"
+            )
     torch.compiler.reset()
     # contenders share the code of their class, and torch.compile keeps only so many versions of one code
     with torch._dynamo.config.patch(recompile_limit=4 * (len(contest.methods) + 3)):
