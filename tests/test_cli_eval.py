@@ -154,12 +154,12 @@ class TestOutput:
         path = tmp_path / "rows.json"
         path.write_text("before")
 
-        def full_disk(self: Path, text: str, **options: object) -> None:
-            with open(self, "w") as file:
-                file.write(text[:3])
+        def full_disk(self: Path, content: bytes) -> None:
+            with open(self, "wb") as file:
+                file.write(content[:3])
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(Path, "write_text", full_disk)
+        monkeypatch.setattr(Path, "write_bytes", full_disk)
         with pytest.raises(mctf.MctfError, match=r"rows\.json cannot be written \(No space left on device\)"):
             write_text(path, "after")
         assert path.read_text() == "before"

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -169,11 +171,12 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     target = tmp_path / "picture.png"
     target.write_bytes(b"old")
 
-    def fail(self: Image.Image, path, **_: object) -> None:
-        path.write_bytes(b"half")
+    def full_disk(self: Path, content: bytes) -> None:
+        with open(self, "wb") as file:
+            file.write(content[:3])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Image.Image, "save", fail)
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
     with pytest.raises(MctfError, match="No space left"):
         write_png(Image.new("RGB", (4, 4)), target)
     assert target.read_bytes() == b"old"

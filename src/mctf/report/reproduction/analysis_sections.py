@@ -10,7 +10,7 @@ from .axes import round_step
 from .content import Chart, Column, Finding, Origin, Part, Picture, Section, Series, Strip, Table, Viewer, number
 from .words import CASES, criteria_words
 
-_BINS = 14
+_BINS = 24
 
 
 def class_token_section(experiment: Experiment, result: Result) -> Section:

@@ -80,21 +80,24 @@ def _render(part: Part, name: str, pictures: Path) -> Markup:
 
 
 def _table(table: Table, name: str) -> Markup:
-    head = tag("tr", *(_head(column) for column in table.columns))
+    origins = {column.origin for column in table.columns[1:]}
+    common = origins.pop() if len(origins) == 1 else Origin.NONE  # said once where it is the same for all
+    head = tag("tr", *(_head(column, badged=not common) for column in table.columns))
     body = []
     for index, row in enumerate(table.rows):
         cells = [tag("th", row[0], scope="row", class_="text" if table.columns[0].text else None)]
         cells += [_cell(cell, column) for cell, column in zip(row[1:], table.columns[1:], strict=True)]
         body.append(tag("tr", *cells, class_="strong" if index in table.strong else None))
     # the caption stands outside, so that it stays in sight when a wide table is moved on a small screen
-    caption = tag("figcaption", table.caption, id=f"{name}-caption")
+    caption = tag("figcaption", table.caption, " ", badge(common), id=f"{name}-caption")
     whole = tag("table", tag("thead", head), tag("tbody", *body), aria_labelledby=f"{name}-caption")
     moved = tag("div", whole, class_="scroll", role="region", aria_labelledby=f"{name}-caption", tabindex=0)
     return tag("figure", caption, moved, class_="table")
 
 
-def _head(column: Column) -> Markup:
-    return tag("th", tag("span", column.title), badge(column.origin), scope="col", class_=_classes(column))
+def _head(column: Column, *, badged: bool) -> Markup:
+    origin = badge(column.origin) if badged else Markup()
+    return tag("th", tag("span", column.title), origin, scope="col", class_=_classes(column))
 
 
 def _cell(text: str, column: Column) -> Markup:

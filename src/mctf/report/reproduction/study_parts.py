@@ -1,5 +1,6 @@
 """What the sections of all studies share: measured columns, charts over cost, and the words around them."""
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,7 @@ MEASURED = (
 )
 PUBLISHED_TOP1 = Column("top-1 %", Origin.PAPER)
 FINE_TUNED = "The paper's accuracy is of a fine-tuned DeiT-S on all of ImageNet's validation images."
+_LEAST = 1e-12  # a KL of which a logarithm can be taken
 _MANY = 5000  # images from which on one of them does not show in a percentage
 
 
@@ -59,7 +61,7 @@ def study_section(
     words = f"On {images} images, no weight trained. The plain model costs {base['gflops']:.2f} GFLOPs"
     words += "." if base["top1"] is None else f" and has a top-1 of {base['top1']:.1f} %."
     if base["top1"] is not None and images < _MANY:
-        words += f" One image is {100 / images:.2g} points of top-1."
+        words += f" One image is {100 / images:.1f} points of top-1."
     return Section(
         experiment.name,
         experiment.title,
@@ -95,7 +97,7 @@ def curves(groups: Groups, words: Callable[[str], str], *, what: str) -> list[Pa
         ]
         if series:
             better = "lower is nearer to the plain model" if field == "kl" else "higher is better"
-            summary = f"One line a {what}; fewer GFLOPs mean a larger r; {better}."
+            summary = f"One line for each {what}; fewer GFLOPs mean a larger r; {better}."
             charts.append(
                 Chart(f"{title} against cost by {what}", summary, Origin.MEASURED, "GFLOPs", y, tuple(series))
             )
@@ -108,12 +110,15 @@ def lower_everywhere(better: Sequence[Row], worse: Sequence[Row]) -> bool:
 
 
 def lower_at_equal_cost(better: Sequence[Row], worse: Sequence[Row]) -> bool | None:
-    """Whether the KL of one group is below a line through the other's points; None where their costs do not meet."""
-    line = sorted((row["gflops"], row["kl"]) for row in worse)
+    """Whether the KL of one group is below the other's at its cost; None where their costs do not meet.
+
+    Between two points of the other, KL is taken to fall by equal factors for equal cost, as it does about.
+    """
+    line = sorted((row["gflops"], math.log(max(row["kl"], _LEAST))) for row in worse)
     compared = []
     for row in better:
         for (x0, y0), (x1, y1) in pairwise(line):
             if x0 <= row["gflops"] <= x1:
                 at = y0 + (y1 - y0) * (row["gflops"] - x0) / (x1 - x0)
-                compared.append(row["kl"] < at)
+                compared.append(math.log(max(row["kl"], _LEAST)) < at)
     return all(compared) if compared else None
