@@ -8,11 +8,12 @@ import torch
 from PIL import Image
 
 import mctf
-from mctf.analysis.reproduction.attention_maps import Maps, approximate, compared
+from mctf.analysis.reproduction.attention_maps import Maps, approximate, both_maps, compared
 from mctf.api import fused_stack
 from mctf.core.assignment import Assignment
+from mctf.hosts import find_host
 from mctf.report.reproduction.attention_pictures import AttentionPictures, four_blocks, heated, look
-from models import make, make_images
+from models import equal_tokens, make, make_images
 
 from .subjects import make_subject, make_task
 
@@ -47,6 +48,18 @@ def test_maps_are_attention_and_the_model_runs_as_ever(name: str) -> None:
             assert each.shape[2:] == (counts[block], counts[block])
             torch.testing.assert_close(each.sum(dim=3), torch.ones(each.shape[:3]))
         assert ((both.distance() > 0) & (both.distance() < 1)).all()
+
+
+@torch.no_grad()
+def test_where_equal_tokens_are_fused_both_maps_are_the_same() -> None:
+    """A token of size 2 counts twice, so pairs of equal tokens lose nothing when they become one."""
+    model = make("plain").double()
+    x = equal_tokens(model, 2)  # the class token, then 24 pairs
+    slots = torch.tensor([0, *(1 + pair for pair in range(24) for _ in range(2))]).expand(2, -1)
+    block = find_host(model).ops(model.blocks[1], {}, None)
+    maps = both_maps(block, x, None, Assignment(slots, 25), torch.rand(2, 49, dtype=torch.float64) + 0.1)
+    torch.testing.assert_close(maps.approximated, maps.precise)
+    assert maps.precise.std() > 1e-3
 
 
 def test_maps_are_nothing_to_everything_apart() -> None:

@@ -7,7 +7,7 @@ import pytest
 import timm
 from safetensors.torch import save_file
 
-from command_line import Command
+from command_line import Command, Outcome
 from images import write_folder
 from mctf.analysis.reproduction import class_token, costs
 from mctf.analysis.reproduction.counting import Counted
@@ -34,10 +34,17 @@ def basic(place: Path) -> list[object]:
     return ["test_vit", "--data", place / "pictures", "--weights", place / "tiny.safetensors", "--out", "report"]
 
 
+def said(outcome: Outcome) -> str:
+    """What was said on stderr before the note on classes."""
+    rest, note = outcome.err.rsplit("note: ", 1)
+    assert note == "classes are numbered by folder name\n"
+    return rest
+
+
 def test_it_writes_a_page_and_says_where(run, basic, tmp_path: Path) -> None:
     outcome = run(*basic, "--only", "class_token,largest_token", "--table", "1")
     assert (outcome.code, outcome.out) == (0, "report/index.html\n"), outcome.err
-    lines = outcome.err.splitlines()
+    lines = said(outcome).splitlines()
     assert [line.rsplit(" in ", 1)[0] for line in lines] == [
         "1 of 3: costs_methods",
         "2 of 3: class_token",
@@ -64,12 +71,12 @@ def test_a_run_that_was_stopped_goes_on(run, basic, monkeypatch: pytest.MonkeyPa
     first = run(*basic, "--only", "costs_methods,class_token")
     assert (first.code, first.err.splitlines()[-1]) == (130, "mctf: interrupted")
     second = run(*basic, "--only", "costs_methods,class_token", "--json")
-    assert second.err.startswith("measured before: costs_methods\n1 of 1: class_token in ")
+    assert said(second).startswith("measured before: costs_methods\n1 of 1: class_token in ")
     assert list(json.loads(second.out)["experiments"]) == ["costs_methods", "class_token"]
     third = run(*basic, "--only", "costs_methods,class_token")
-    assert third.err == "measured before: costs_methods, class_token\n"
+    assert said(third) == "measured before: costs_methods, class_token\n"
     fourth = run(*basic, "--only", "class_token", "--again")
-    assert fourth.err.startswith("1 of 1: class_token in ")
+    assert said(fourth).startswith("1 of 1: class_token in ")
     assert len(measured) == 3
 
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MctfError
-from .options import json_option
+from .measuring import FILE, Measuring
+from .measuring import Subject as Opened
+from .options import image_size_option, json_option
 from .progress import progress as progress_bar
 from .writing import check_folder
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from ..analysis.reproduction.records import Conditions, Record
     from ..analysis.reproduction.running import Work
 
-_FILE = click.Path(path_type=Path)
 _QUICK_IMAGES = 96
 
 
@@ -35,14 +36,15 @@ Examples:
 """,
 )
 @click.argument("model", required=False)
-@click.option("--data", type=_FILE, help="Folder or zip file of class/name images.")
-@click.option("--weights", type=_FILE, help="Weights file; timm's pretrained weights by default.")
-@click.option("--classes", type=_FILE, help="TSV of index, class folder and name.")
-@click.option("--out", required=True, type=_FILE, help="Folder for the report and its results.")
+@click.option("--data", type=FILE, help="Folder or zip file of class/name images.")
+@click.option("--weights", type=FILE, help="Weights file; timm's pretrained weights by default.")
+@click.option("--classes", type=FILE, help="TSV of index, class folder and name.")
+@click.option("--out", required=True, type=FILE, help="Folder for the report and its results.")
 @click.option("--only", metavar="NAME,…", default="", help="Experiments to run, as in criteria,class_token.")
 @click.option("--table", "tables", metavar="N,…", default="", help="Tables of the paper to measure: 1 to 4, A to E.")
 @click.option("--quick", is_flag=True, help=f"{_QUICK_IMAGES} images and fewer settings: about three minutes.")
 @click.option("--again", is_flag=True, help="Measure anew what was measured before.")
+@image_size_option
 @click.option("--crop-pct", type=click.FloatRange(0.1, 1), help="Share of the shorter side in the crop.")
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
 @click.option("--limit", type=click.IntRange(1), help="Use only so many images, evenly spaced.")
@@ -58,8 +60,6 @@ def command(
     tables: str,
     quick: bool,
     again: bool,
-    threads: int | None,
-    progress: bool | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -72,31 +72,49 @@ def command(
     if (model is None) != (data is None):
         raise MctfError("MODEL and --data belong together: give both, or neither to work out costs alone")
 
-    import torch
-
-    from ..analysis.reproduction.experiment import Task
-    from ..analysis.reproduction.records import Records
-    from ..analysis.reproduction.running import arrange, choose, measure
+    from ..analysis.reproduction.running import choose
     from ..report.reproduction.catalogue import EXPERIMENTS
-    from ..report.reproduction.publishing import PICTURES, publish
 
     wanted = choose(EXPERIMENTS, names=_words(only), tables=_words(tables))
     _check_wanted(wanted, model, named=bool(only or tables))
-    if threads is not None:
-        torch.set_num_threads(threads)
-    subject, conditions = (None, None) if model is None or data is None else _load(model, data, quick=quick, **options)
-    records = Records.at(out, conditions, EXPERIMENTS)
+    limit = min(options.pop("limit") or sys.maxsize, _QUICK_IMAGES if quick else sys.maxsize)
+    if model is None or data is None:
+        known = _run(out, wanted, None, {}, quick=quick, again=again, progress=options["progress"])
+    else:
+        asked = Measuring(model=model, data=data, limit=limit, workers=None, dtype="float32", **options)
+        with asked.open() as opened:
+            subject, conditions = _subject(asked, opened, quick=quick)
+            known = _run(out, wanted, subject, conditions, quick=quick, again=again, progress=asked.progress)
+        for note in opened.labels.notes:
+            click.echo(f"note: {note}", err=True)
+    click.echo(json.dumps(known, indent=1) if as_json else out / "index.html")
+
+
+def _run(
+    out: Path,
+    wanted: Sequence["Experiment"],
+    subject: "Subject | None",
+    conditions: "Conditions",
+    *,
+    quick: bool,
+    again: bool,
+    progress: bool | None,
+) -> dict[str, Any]:
+    """Measure what is to be measured, write the report and give its JSON object."""
+    from ..analysis.reproduction.experiment import Task
+    from ..analysis.reproduction.records import Records
+    from ..analysis.reproduction.running import arrange, measure
+    from ..report.reproduction.catalogue import EXPERIMENTS
+    from ..report.reproduction.publishing import PICTURES, publish
+
+    records = Records.at(out, None if subject is None else conditions, EXPERIMENTS)
     work = arrange(EXPERIMENTS, wanted, records, subject=subject, again=again)
     tell = _teller(work, wanted)
     total = sum(each.steps(Task(subject, quick, out)) for each in work.todo)
     with progress_bar("reproducing", total, wanted=progress) as tick:
         task = Task(subject, quick, out / PICTURES, lambda steps: _times(tick, steps))
-        try:
-            found = measure(work, records, task, after=tell)
-        except torch.OutOfMemoryError:
-            raise MctfError("there is too little memory for these batches: lower --batch-size") from None
-    known = publish(out, found, facts=_facts(records.conditions, found, subject), left_out=work.left_out)
-    click.echo(json.dumps(known, indent=1) if as_json else out / "index.html")
+        found = measure(work, records, task, after=tell)
+    return publish(out, found, facts=_facts(records.conditions, found, subject), left_out=work.left_out)
 
 
 def _words(text: str) -> list[str]:
@@ -110,44 +128,26 @@ def _check_wanted(wanted: Sequence["Experiment"], model: str | None, *, named: b
         raise MctfError(f"{', '.join(needing)} cannot be measured without images: give MODEL and --data")
 
 
-def _load(
-    name: str,
-    data: Path,
-    *,
-    quick: bool,
-    weights: Path | None,
-    classes: Path | None,
-    crop_pct: float | None,
-    batch_size: int,
-    limit: int | None,
-    device_name: str | None,
-) -> tuple["Subject", "Conditions"]:
+def _subject(asked: Measuring, opened: Opened, *, quick: bool) -> tuple["Subject", "Conditions"]:
     """The model and its images, and all that results depend on."""
-    from ..analysis.environment import pick_device
     from ..analysis.reproduction.experiment import Subject
-    from ..data import Batches, Preprocessing, find_images, find_labels
     from ..hosts import find_host
-    from ..models.loading import load_model
 
-    images = find_images(data)
-    images = images.spaced(min(limit or len(images), _QUICK_IMAGES if quick else len(images)))
-    model: Any = load_model(name, weights=weights).to(pick_device(device_name))
-    find_host(model)  # refuses what cannot be fused before anything is measured
-    labels = find_labels(images, num_classes=model.num_classes, table=classes)
-    preprocessing = Preprocessing.of(model, crop_pct=crop_pct)
-    batches = Batches(images, labels, preprocessing.transform(), batch_size=batch_size)
+    if opened.processes.world > 1:
+        raise MctfError("mctf reproduce runs in one process: start it without torchrun")
+    find_host(opened.model)  # refuses what cannot be fused before anything is measured
     conditions = {
-        "model": name,
-        "weights": "pretrained" if weights is None else weights.name,
-        "weights_bytes": None if weights is None else weights.stat().st_size,
-        "data": data.name,
-        "images": len(images),
-        "image_size": list(preprocessing.image_size),
-        "crop_pct": preprocessing.crop_pct,
-        "classes": labels.indices is not None,
+        "model": asked.model,
+        "weights": "pretrained" if asked.weights is None else asked.weights.name,
+        "weights_bytes": None if asked.weights is None else asked.weights.stat().st_size,
+        "data": asked.data.name,
+        "images": len(opened.images),
+        "image_size": list(opened.preprocessing.image_size),
+        "crop_pct": opened.preprocessing.crop_pct,
+        "classes": opened.labels.indices is not None,
         "quick": quick,
     }
-    return Subject(name, model, batches, preprocessing), conditions
+    return Subject(asked.model, opened.model, opened.batches, opened.preprocessing), conditions
 
 
 def _teller(work: "Work", wanted: Sequence["Experiment"]) -> Callable[["Record"], None]:

@@ -77,5 +77,5 @@ def approximate(full: Tensor, assignment: Assignment, weights: Tensor) -> Tensor
     """A_hat[p, u] = sum_{i in p} w_i (sum_{j in u} A_ij) / sum_{i in p} w_i: B H N N -> B H M M."""
     batch, heads, tokens, _ = full.shape
     columns = assignment.sum(full.permute(0, 3, 1, 2).flatten(2)).view(batch, -1, heads, tokens)  # B M H N
-    rows = assignment.pool(columns.permute(0, 3, 2, 1).flatten(2), torch.ones_like(weights))  # B M (H M)
+    rows = assignment.pool(columns.permute(0, 3, 2, 1).flatten(2), weights)  # B M (H M)
     return rows.view(batch, assignment.count, heads, assignment.count).transpose(1, 2)

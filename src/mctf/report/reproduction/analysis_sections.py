@@ -61,7 +61,7 @@ def _numbered(values: list[float] | tuple[float, ...]) -> tuple[tuple[float, flo
 def _cosine_table(caption: str, origin: Origin, cosine: dict[str, list[float]] | dict[str, tuple[float, ...]]) -> Table:
     depth = len(next(iter(cosine.values())))
     columns = (Column("criteria", text=True), *(Column(str(block), origin) for block in range(1, depth + 1)))
-    rows = tuple((criteria_words(name), *(number(value, ".4f") for value in values)) for name, values in cosine.items())
+    rows = tuple((name, *(number(value, ".4f") for value in values)) for name, values in cosine.items())
     return Table(f"{caption}: cosine after each block", columns, rows)
 
 
