@@ -124,6 +124,14 @@ def test_a_phone_shows_it_without_moving_sideways(browser, report: Path, tmp_pat
     assert smallest > 8  # pixels: what is written in charts can still be read
 
 
+def test_a_desk_shows_every_table_whole(browser, report: Path) -> None:
+    page = visit(browser, report / "index.html", width=1200).page
+    cut = "[...document.querySelectorAll('.scroll')].filter(each => each.scrollWidth > each.clientWidth).length"
+    assert page.evaluate(cut) == 0
+    page.set_viewport_size({"width": 360, "height": 900})
+    assert page.evaluate(cut) > 0  # there they are moved inside their frame
+
+
 def test_a_page_too_wide_would_be_noticed(browser, tmp_path: Path) -> None:
     wide = tmp_path / "wide.html"
     wide.write_text("<div style='width: 900px'>wide</div>")

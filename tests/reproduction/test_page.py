@@ -127,7 +127,8 @@ def test_columns_and_charts_have_one_origin(known) -> None:
             if isinstance(part, Table):
                 assert all(len(row) == len(part.columns) for row in part.rows)
                 for column in part.columns:
-                    assert "top-1" not in column.title or column.origin in (Origin.PAPER, Origin.MEASURED)
+                    title = column.over + column.title
+                    assert "top-1" not in title or column.origin in (Origin.PAPER, Origin.MEASURED)
             assert not isinstance(part, Chart) or part.origin in (Origin.PAPER, Origin.MEASURED)
 
 
@@ -162,6 +163,13 @@ def test_markdown_and_json_say_the_same(report: Path, known) -> None:
         assert (folder / link).is_file()
     for line in markdown.splitlines():
         assert not line.startswith("|") or line.endswith("|")
+
+
+def test_findings_are_counted_by_what_the_paper_says(tmp_path: Path, known) -> None:
+    _, records = known
+    publish(tmp_path, {"costs_by_r": records["costs_by_r"]}, facts={}, left_out={})
+    said = "Of 1 findings that can be compared, 1 are as in the paper (✓) and 0 are not (≠)."
+    assert f"{said}</p>" in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
 def test_what_is_left_out_is_said(tmp_path: Path, known) -> None:

@@ -24,6 +24,7 @@ class Counting(Experiment):
     fails: bool = False
     reason: str | None = None
     runs: list[int] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
 
     def steps(self, task) -> int:
         return 1
@@ -36,6 +37,7 @@ class Counting(Experiment):
             self.fails = False
             raise KeyboardInterrupt
         self.runs.append(1)
+        self.seen = sorted(task.results)
         return {"runs": len(self.runs)}
 
 
@@ -77,6 +79,14 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(bench) -> None:
     assert sorted(found) == ["one", "three", "two"]
     bench.run()
     assert bench.runs == [1, 1, 1]
+
+
+def test_experiments_see_what_others_found_but_not_when_all_is_measured_again(bench) -> None:
+    bench.run(wanted=[1])
+    bench.run()
+    assert [each.seen for each in bench.experiments] == [["two"], [], ["one", "two"]]
+    bench.run(wanted=[1, 2], again=True)
+    assert [each.seen for each in bench.experiments[1:]] == [[], ["two"]]
 
 
 def test_results_are_files_of_json(bench) -> None:

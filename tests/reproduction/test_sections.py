@@ -76,6 +76,22 @@ def test_design_choices_are_judged_where_the_paper_has_them(results) -> None:
     assert verdicts("design", set_kl(results["design"], best))[:3] == [False, True, None]
 
 
+def test_findings_give_the_figures_they_rest_on(results) -> None:
+    result = set_kl(results["design"], {("matching", "one_way"): 0.1, ("pooling", "weighted_average"): 0.25})
+    matching, pooling, *_ = (finding.text for finding in section("design", result).findings)
+    assert matching == "Matching: lowest KL one-way, 0.1000; the paper's choice has 0.5000."
+    assert pooling == "Pooling: lowest KL weighted by attention and size, 0.2500."
+    low = {("mctf", label): 0.125 for label in ("8", "16", "20")}
+    first, *_ = section("off_the_shelf", set_kl(results["off_the_shelf"], low)).findings
+    assert first.text == "MCTF's KL is below ToMe's at every r; at r = 16 0.1250 against 0.5000."
+
+
+def test_where_tokens_run_out_is_said(results) -> None:
+    results["criteria"]["capped"] = [{"method": "tome", "r": 20, "blocks": [11, 12]}]
+    notes = section("criteria", results["criteria"]).notes
+    assert notes[-1].startswith("ToMe at r = 20 has too few tokens left to fuse as many in block 11, 12 (counted")
+
+
 def test_temperatures_are_judged_by_their_defaults(results) -> None:
     best = dict.fromkeys(studies.DEFAULTS.items(), 0.1)
     assert verdicts("temperatures", set_kl(results["temperatures"], best)) == [True, True, True]
@@ -109,4 +125,5 @@ def test_a_model_without_classes_has_no_findings_on_answers(results) -> None:
             row.update(kl=None, agreement=None, top1=None, top5=None)
         made = section(study.name, result)
         assert made.findings == ()
+        assert any(note.startswith("The model has no classifier") for note in made.notes)
         assert not any(isinstance(part, Chart) for part in made.parts)

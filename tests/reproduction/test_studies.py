@@ -1,6 +1,6 @@
 """Experiments that compare settings give what the evaluation gives."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -32,6 +32,35 @@ def test_a_setting_that_two_variants_share_is_run_once(tmp_path, subject, monkey
     with pytest.raises(ZeroDivisionError):
         studies.DESIGN.run(make_task(tmp_path, subject)[0])
     assert len(run[0]) == len(set(run[0])) == 1 + len(studies.DESIGN.variants) - 3  # four groups have the same default
+
+
+def test_a_setting_that_another_study_has_measured_is_not_run_again(
+    tmp_path, subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, _ = make_task(tmp_path, subject)
+    alone, before = studies.TEMPERATURE.run(task), studies.OFF_THE_SHELF.run(task)
+    run = []
+
+    def watched(model, batches, settings):
+        run.extend(settings)
+        return evaluate(model, batches, settings)
+
+    monkeypatch.setattr(studies, "evaluate", watched)
+    after = studies.TEMPERATURE.run(replace(task, results={"off_the_shelf": before}))
+    default = Setting("mctf", studies.R)
+    assert default in [each.setting for each in studies.TEMPERATURE.chosen(quick=True)]
+    assert default not in run
+    assert len(run) == len(set(run)) == len({each.setting for each in studies.TEMPERATURE.chosen(quick=True)})
+    assert [numbers(row) for row in after["rows"]] == [numbers(row) for row in alone["rows"]]
+    assert [(row["group"], row["label"]) for row in after["rows"]] == [
+        (row["group"], row["label"]) for row in alone["rows"]
+    ]
+
+
+def test_where_tokens_run_out_is_told_once_with_blocks_from_1(tmp_path, subject) -> None:
+    """Of 65 tokens the second block takes 20, the third 20, and the fourth finds 25, of which 12 can be fused."""
+    capped = studies.CRITERIA.run(make_task(tmp_path, subject, quick=False)[0])["capped"]
+    assert capped == [{"method": "mctf", "r": 20, "blocks": [4]}]
 
 
 @pytest.mark.parametrize("study", studies.STUDIES, ids=lambda each: each.name)

@@ -11,23 +11,27 @@ if TYPE_CHECKING:
     from ..train.logs import Record
 
 Item = TypeVar("Item")
+_MEMORY = 300  # seconds of the past that the time left is worked out from: some steps take a minute
 
 
 @contextmanager
-def progress(text: str, total: int | None = None, *, wanted: bool | None = None) -> Iterator[Callable[[], None]]:
-    """Gives a function to call after each of `total` steps; without a total the bar only shows that it lives.
+def progress(text: str, total: int | None = None, *, wanted: bool | None = None) -> Iterator[Callable[..., None]]:
+    """Gives a function to call after each of `total` steps, or after several with their number.
+
+    Without a total the bar only shows that it lives.
 
     wanted: what the user said about bars; without a word there is one where stderr is a terminal.
     """
     if not (sys.stderr.isatty() if wanted is None else wanted):
-        yield lambda: None
+        yield lambda _=1: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True, force_terminal=wanted or None), transient=True) as bar:
+    console = Console(stderr=True, force_terminal=wanted or None)
+    with Progress(console=console, transient=True, speed_estimate_period=_MEMORY) as bar:
         task = bar.add_task(text, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda steps=1: bar.advance(task, steps)
 
 
 def ticking(items: Iterable[Item], tick: Callable[[], None]) -> Iterator[Item]:

@@ -32,9 +32,8 @@ def _training(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _row_weights(rows: str, tokens: int) -> tuple[float, float]:
-    """Weight of every attention row, and of the first row on top, in the mean over rows that is informativeness."""
-    return {"mean": (1.0, 0.0), "class": (0.0, float(tokens)), "both": (0.5, tokens / 2)}[rows]
+# Weight of the mean over all attention rows, and of the first row, in informativeness.
+_ROW_WEIGHTS = {"mean": (1.0, 0.0), "class": (0.0, 1.0), "both": (0.5, 0.5)}
 
 
 def attend(
@@ -60,7 +59,7 @@ def attend(
 def informativeness(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, rows: str) -> Tensor:
     """Attention each token receives, B N; see `core.attention.informativeness`."""
     if _fast_attention(q):
-        weights = _row_weights(rows, q.shape[2])
+        weights = _ROW_WEIGHTS[rows]
         return attention_op.attention(q, k, None, sizes, None, None, None, scale, *weights, True, False)[1].sum(1)
     return attention.informativeness(q, k, sizes=sizes, scale=scale, rows=rows)
 
@@ -70,7 +69,7 @@ def attend_and_look(
 ) -> tuple[Tensor, Tensor]:
     """Both of the above at once: context B N (H d) and informativeness B N."""
     if _fast_attention(q, v, dropout):
-        weights = _row_weights(rows, q.shape[2])
+        weights = _ROW_WEIGHTS[rows]
         train = _training(q, k, v)
         context, received, _ = attention_op.attention(q, k, v, sizes, None, None, None, scale, *weights, True, train)
         return context, received.sum(1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import MctfError
 from . import pooling_op
 from .attention_backward_op import attention_backward
-from .launch import channels_last, launchable, widths
+from .launch import INTERPRETED, channels_last, launchable, varies, widths
 
 _LONGEST_IN_ONE_PASS = 256  # tokens whose logits fit a program's registers
 _FEW_HEADS = 64  # over a batch: fewer would leave most of a GPU idle with one program each
@@ -44,7 +44,7 @@ def attention(
     Received attention is empty without `look`. The normaliser, log2 of each row's sum of exp(logit) * size, is what
     gradients need besides; `train` announces that they will be asked for.
 
-    received[b, h, j] = sum over rows i of A[b, h, i, j] * (row_weight + first_row_weight * [i == 0]) / (N H).
+    received[b, h, j] = sum over rows i of A[b, h, i, j] * (row_weight / N + first_row_weight * [i == 0]) / H.
     With `slots` (B N), v has one row a slot and each key takes the value of its slot; to train, `order` and `start`
     (`pooling_op.members`) name the keys of each slot.
     """
@@ -75,8 +75,13 @@ def fits(q: Tensor) -> bool:
 
 
 def _fits_one_pass(q: Tensor) -> bool:
-    """Whether the keys and values of a head, and the logits of some rows, fit a program, and there are enough heads."""
+    """Whether the keys and values of a head, and the logits of some rows, fit a program, and there are enough heads.
+
+    In float32 the compiler would take up to 18 seconds for each of many variants, so it goes the long way.
+    """
     batch, heads, tokens, _ = q.shape
+    if varies(tokens) or (q.element_size() == 4 and not INTERPRETED):
+        return False
     if tokens > _LONGEST_IN_ONE_PASS or batch * heads < _FEW_HEADS:
         return False
     channels, keys, rows = widths(q)["D"], sum(key_tiles(tokens)), _rows_at_once(tokens)
@@ -138,13 +143,13 @@ def _launch_long(work: _Work) -> None:
     q, k, values = work.q, work.k, work.or_query(work.v)
     batch, heads, tokens, _ = q.shape
     rows, keys, stages = _long_tiles(q)
-    launchable(long_attention_kernel)[(math.ceil(tokens / rows), batch * heads)](
+    launchable(long_attention_kernel)[(-(-tokens // rows), batch * heads)](
         q, k, values, work.or_query(work.sizes), work.or_query(work.slots), work.out, work.normaliser,
         tokens, heads, work.scale_log2, *q.stride()[:3], *k.stride()[:3], *values.stride()[:3],
         ROWS=rows, KEYS=keys, **work.flags(), **widths(q), num_warps=4, num_stages=stages,
     )  # fmt: skip
     if work.look:
-        launchable(long_received_kernel)[(math.ceil(tokens / 64), batch * heads)](
+        launchable(long_received_kernel)[(-(-tokens // 64), batch * heads)](
             q, k, work.or_query(work.sizes), work.normaliser, work.received,
             tokens, heads, work.scale_log2, work.row_weight, work.first_row_weight, *q.stride()[:3], *k.stride()[:3],
             HAS_SIZES=work.sizes is not None, ROWS=64 if q.element_size() == 4 else 128, KEYS=64, **widths(q),
@@ -159,9 +164,9 @@ def _long_tiles(q: Tensor) -> tuple[int, int, int]:
     16 us by the second and 28 by the first; one image of 197 tokens 6.8 us by the last and 7.8 by the second.
     """
     batch, heads, tokens, channels = q.shape
-    if q.element_size() == 4:
+    if q.element_size() == 4 or varies(tokens):
         return 64, 64, 2
-    if math.ceil(tokens / 128) * batch * heads >= _BUSY:
+    if -(-tokens // 128) * batch * heads >= _BUSY:
         return 128, 64, 3 if channels <= 64 else 2
     if tokens > _LONGEST_IN_ONE_PASS:
         return 64, 128 if channels <= 64 else 64, 2

@@ -44,7 +44,7 @@ def attention_kernel(
     are few, and not the logits, which are many.
     """
     scale_log2 = single(scale_log2)
-    row_weight, first_row_weight = single(row_weight), single(first_row_weight)
+    row_weight, first_row_weight = single(row_weight), single(first_row_weight) * tokens
     dtype: tl.constexpr = q.dtype.element_ty
     program = tl.program_id(0).to(tl.int64)
     image, head = program // heads, program % heads
@@ -165,7 +165,7 @@ def long_received_kernel(
 ):  # fmt: skip
     """Attention received by some keys of one head, query rows tile by tile: received (B H N)."""
     scale_log2 = single(scale_log2)
-    row_weight, first_row_weight = single(row_weight), single(first_row_weight)
+    row_weight, first_row_weight = single(row_weight), single(first_row_weight) * tokens
     program = tl.program_id(1).to(tl.int64)
     image, head = program // heads, program % heads
     q += image * q_b + head * q_h

@@ -19,6 +19,14 @@ def launchable(kernel: Any) -> Any:
     return kernel if INTERPRETED else torch.library.wrap_triton(kernel)
 
 
+def varies(number: int) -> bool:
+    """Whether a number is a variable of the graph under compilation: the kernel then has to serve all its values.
+
+    Choosing a tile by it would compile the graph anew for each.
+    """
+    return isinstance(number, torch.SymInt)
+
+
 def channels_last(x: Tensor) -> Tensor:
     """Kernels take any strides but that of the channels, which must lie side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()

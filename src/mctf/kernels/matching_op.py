@@ -6,13 +6,12 @@ Short sequences take one launch, one program an image (`matching_triton`); long 
 Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, M slots.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .launch import launchable
+from .launch import launchable, varies
 
 ONE_PROGRAM = 128  # tokens on one side of the split whose scores fit a program's registers
 MANY_PROGRAMS = 2048  # beyond, ranks by counting cost more than sorting
@@ -99,7 +98,7 @@ def _launch_one(work: _Work) -> None:
     from .matching_triton import matching_kernel
 
     batch, tokens, channels = work.x.shape
-    side = max(16, 1 << (work.side - 1).bit_length())
+    side = ONE_PROGRAM if varies(work.side) else max(16, 1 << (work.side - 1).bit_length())
     launchable(matching_kernel)[(batch,)](
         *work.criteria(), work.slots, work.order, work.start,
         tokens, channels, work.r, work.forth, work.protected, *work.taus(), *work.x.stride()[:2],
@@ -122,25 +121,25 @@ def _launch_many(work: _Work) -> None:
     if batch == 1:  # a single image must be cut small, and read in large pieces, to keep a GPU busy
         rows, columns = 32, 32
         flags["CHUNK"] = 64 if x.dtype == torch.float32 else 128
-    launchable(scores_kernel)[(math.ceil(alphas / rows), math.ceil(betas / columns), batch)](
+    launchable(scores_kernel)[(-(-alphas // rows), -(-betas // columns), batch)](
         *work.criteria(), scores, best, tokens, channels, alphas, betas, protected, *work.taus(), *x.stride()[:2],
         A=rows, B=columns, **flags, num_warps=4, num_stages=3,
     )  # fmt: skip
     count = {"MINE": _COUNTED, "OTHERS": _COUNTED_AGAINST}
     gone, alpha_partner = (x.new_empty((batch, alphas), dtype=torch.int32) for _ in range(2))
-    launchable(leaving_kernel)[(math.ceil(alphas / _COUNTED), batch)](
+    launchable(leaving_kernel)[(-(-alphas // _COUNTED), batch)](
         best, gone, alpha_partner, alphas, betas, forth, **count
     )
     strength = x.new_empty((batch, betas), dtype=torch.float32)
     beta_partner = x.new_empty((batch, betas), dtype=torch.int32)
     if work.bidirectional:
-        launchable(back_kernel)[(math.ceil(betas / 32), batch)](
+        launchable(back_kernel)[(-(-betas // 32), batch)](
             scores, gone, strength, beta_partner, alphas, betas, A=128, B=32
         )
-    launchable(slots_kernel)[(math.ceil(tokens / _COUNTED), batch)](
+    launchable(slots_kernel)[(-(-tokens // _COUNTED), batch)](
         gone, alpha_partner, strength, beta_partner, work.slots, tokens, alphas, betas, work.r, forth, protected,
         BIDIRECTIONAL=work.bidirectional, **count,
     )  # fmt: skip
-    launchable(members_kernel)[(math.ceil((tokens + 1) / _COUNTED), batch)](
+    launchable(members_kernel)[(-(-(tokens + 1) // _COUNTED), batch)](
         work.slots, work.order, work.start, tokens, tokens - work.r, **count
     )

@@ -58,7 +58,11 @@ class PatchProduct(nn.Conv2d):
         h, w = images.shape[2] // p, images.shape[3] // q
         pixels = images[:, :, : h * p, : w * q].unflatten(3, (w, q)).unflatten(2, (h, p))  # B C h p w q
         rows = pixels.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # B (h w) (C p q)
-        patches = F.linear(rows, self.weight.flatten(1), self.bias)
+        patches = F.linear(rows, self.weight.flatten(1))
+        if self.bias is not None:
+            # A sum of its own, as behind a convolution: torch.compile writes a residual stream out once it has read
+            # enough tensors to make it, and one fewer here would keep one more of them in memory.
+            patches = patches + self.bias
         return patches.unflatten(1, (h, w)).permute(0, 3, 1, 2)
 
 

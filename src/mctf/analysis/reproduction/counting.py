@@ -1,8 +1,8 @@
 """GFLOPs and parameters of the rows of the paper's tables, worked out from shapes: nothing is downloaded or run.
 
-Models that mctf can fuse are counted by `mctf.plan`, in the paper's account. The others (CoaT, Swin, PoolFormer) are
-run on the meta device under torch's counter of operations, whose multiply-adds are two FLOPs each and are halved, and
-normalisation is added at fvcore's price.
+Models that mctf can fuse are counted by `mctf.plan`, in the paper's account. The others (PVT, CoaT, Swin, PoolFormer)
+are run on the meta device under torch's counter of operations, whose multiply-adds are two FLOPs each and are halved,
+and normalisation is added at fvcore's price. PVT is transformers', as timm has only its second version.
 """
 
 import warnings
@@ -37,9 +37,11 @@ COUNTED = {
     "poolformer_s36": "poolformer_s36",
     "poolformer_m48": "poolformer_m48",
 }
+_PVT_DEPTHS = {"pvt_small": (3, 4, 6, 3), "pvt_medium": (3, 4, 18, 3)}
 _PUBLISHED_R: dict[str, ReductionSpec] = {"tome": 13}  # its authors' r; the other methods' is their default
 _UNKNOWN_SETTING = {("deit_tiny", "spvit")}
 _SIDE = 224
+_CLASSES = 1000
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ def count(row: Published) -> Counted:
     """GFLOPs and parameters of one row of Table 1 or 2."""
     if row.backbone in COUNTED:
         return _count_whole(create_empty(COUNTED[row.backbone]))
-    if row.backbone not in FUSIBLE:
-        return Counted(note="timm has only its second version")
+    if row.backbone in _PVT_DEPTHS:
+        return _count_pvt(_PVT_DEPTHS[row.backbone])
     name = FUSIBLE[row.backbone]
     if row.method == "base":
         return _count_plain(name)
@@ -97,6 +99,16 @@ def _count_reduced(name: str, method: str, r: ReductionSpec | None) -> Counted:
         fused = fuse(model, method, r=r)
     note = "at most: each image decides" if made.adaptive else ""
     return Counted(made.r, made.gflops, _millions(fused), at_most=made.adaptive, note=note)
+
+
+def _count_pvt(depths: tuple[int, ...]) -> Counted:
+    """The rest of its shape is what transformers takes by default."""
+    try:
+        from transformers import PvtConfig, PvtForImageClassification
+    except ImportError:
+        return Counted(note='it is counted with transformers: pip install "mctf[hf]"')
+    with torch.device("meta"):
+        return _count_whole(PvtForImageClassification(PvtConfig(depths=list(depths), num_labels=_CLASSES)).eval())
 
 
 @torch.no_grad()

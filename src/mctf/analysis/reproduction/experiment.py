@@ -4,8 +4,8 @@ Axes: B images, 3 H W.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,15 @@ class Task:
     """What an experiment is given when it runs.
 
     subject: None for an experiment that needs no images. quick: measure fewer settings. pictures: a folder for
-    pictures. advance: to be told of every step.
+    pictures. advance: to be told of every step. results: of other experiments on the same subject, by name; what they
+    have measured need not be measured again.
     """
 
     subject: Subject | None
     quick: bool
     pictures: Path
     advance: Advance = lambda _: None
+    results: Mapping[str, Result] = field(default_factory=dict)
 
     @property
     def seen(self) -> Subject:

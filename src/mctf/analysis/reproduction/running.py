@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from ...errors import MctfError
@@ -12,11 +12,15 @@ from .records import Record, Records
 
 @dataclass(frozen=True)
 class Work:
-    """What a run has to do. known: done before. todo: to be measured. left_out: why others are not, by name."""
+    """What a run has to do. known: done before. todo: to be measured. left_out: why others are not, by name.
+
+    again: whether all of it is to be measured, even what a known experiment has measured as well.
+    """
 
     known: dict[str, Record]
     todo: tuple[Experiment, ...]
     left_out: dict[str, str]
+    again: bool = False
 
 
 def choose(
@@ -57,6 +61,7 @@ def arrange(
         known,
         tuple(each for each in wanted if each.name in reasons and reasons[each.name] is None),
         {name: reason for name, reason in reasons.items() if reason is not None},
+        again,
     )
 
 
@@ -71,9 +76,11 @@ def measure(
 ) -> dict[str, Record]:
     """Run what is to be done and give all records by name; `after` is called with every record that is made."""
     found = dict(work.known)
+    results = {} if work.again else {name: record.result for name, record in found.items()}
     for experiment in work.todo:
         start = time.perf_counter()
-        result = experiment.run(task)
+        result = experiment.run(replace(task, results=results))
+        results = {**results, experiment.name: result}
         seconds = time.perf_counter() - start
         date = datetime.now(UTC).isoformat(timespec="seconds")
         record = Record(experiment.name, dict(records.of(experiment)), seconds, date, result)

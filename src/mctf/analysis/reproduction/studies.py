@@ -5,17 +5,20 @@ plain model, accuracy where classes are known, and GFLOPs in the paper's account
 fine-tuned DeiT-S and judge by accuracy; here no weight is trained, so KL is what tells settings apart.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
 from ..evaluate import Setting, evaluate
+from ..plan import plan
 from .criteria import ALL, SUBSETS, options_of
-from .experiment import Experiment, Result, Task
+from .experiment import Experiment, Result, Subject, Task
 
 R = 16  # of the paper's ablations
 CURVE = (4, 8, 12, R, 20)  # where a study is shown over r
 TEMPERATURES = ("1", "1/5", "1/10", "1/20", "1/40", "1/100")
+_PLAIN = Setting(r=0)
 DEFAULTS = {"tau_sim": "1", "tau_info": "1/20", "tau_size": "1/40"}
 
 
@@ -53,20 +56,49 @@ class Study(Experiment):
         return len(task.seen.batches) * self._weight(task.quick)
 
     def run(self, task: Task) -> Result:
-        """The plain model as "base", and a row a variant; a setting that two variants share is run once."""
-        variants = self.chosen(task.quick)
-        settings = [Setting(r=0), *dict.fromkeys(each.setting for each in variants)]
-        measured = evaluate(task.seen.model, task.batches(self._weight(task.quick)), settings)
-        rows = dict(zip(settings, measured.rows, strict=True))
+        """The plain model as "base", and a row a variant; a setting that variants or studies share is run once."""
+        variants, known = self.chosen(task.quick), _known_rows(task)
+        settings = [_PLAIN, *dict.fromkeys(each.setting for each in variants)]
+        missing = [setting for setting in settings if setting not in known]
+        measured = evaluate(task.seen.model, task.batches(self._weight(task.quick)), missing)
+        rows = known | {setting: asdict(row) for setting, row in zip(missing, measured.rows, strict=True)}
         return {
             "images": measured.images,
-            "base": asdict(measured.rows[0]),
-            "rows": [{"group": each.group, "label": each.label, **asdict(rows[each.setting])} for each in variants],
-            "notes": list(measured.notes),
+            "base": rows[_PLAIN],
+            "rows": [{**rows[each.setting], "group": each.group, "label": each.label} for each in variants],
+            "capped": _capped(task.seen, settings),
         }
 
     def _weight(self, quick: bool) -> int:
         return 1 + len({each.setting for each in self.chosen(quick)})
+
+
+def _known_rows(task: Task) -> dict[Setting, dict[str, Any]]:
+    """What other studies have found, by setting; the plain model is not among them, as all others need its answers."""
+    known = {}
+    for study in STUDIES:
+        if study.name in task.results:
+            pairs = zip(study.chosen(task.quick), task.results[study.name]["rows"], strict=True)
+            known |= {variant.setting: row for variant, row in pairs}
+    return known
+
+
+def _capped(subject: Subject, settings: Sequence[Setting]) -> list[dict[str, Any]]:
+    """Method, r and blocks, counted from 1, wherever there are too few tokens to fuse r of them."""
+    capped = []
+    for each in settings:
+        made = plan(
+            subject.model,
+            r=each.r,
+            method=each.method,
+            image_size=subject.preprocessing.image_size,
+            **dict(each.options),
+        )
+        blocks = [block for block, step in enumerate(made.reductions, start=1) if step.taken < step.asked]
+        case = {"method": each.method, "r": each.r, "blocks": blocks}
+        if blocks and case not in capped:
+            capped.append(case)
+    return capped
 
 
 def _off_the_shelf() -> tuple[Variant, ...]:

@@ -24,7 +24,7 @@ def class_token_section(experiment: Experiment, result: Result) -> Section:
         Origin.MEASURED,
         "block",
         "cosine",
-        tuple(Series(criteria_words(name), _numbered(values)) for name, values in cosine.items()),
+        tuple(Series(name, _numbered(values)) for name, values in cosine.items()),
     )
     printed = Chart(
         "Cosine of class tokens, DeiT-S of the paper",
@@ -32,7 +32,7 @@ def class_token_section(experiment: Experiment, result: Result) -> Section:
         Origin.PAPER,
         "block",
         "cosine",
-        tuple(Series(criteria_words(name), _numbered(values)) for name, values in paper.class_token_cosine().items()),
+        tuple(Series(name, _numbered(values)) for name, values in paper.class_token_cosine().items()),
     )
     return Section(
         experiment.name,
@@ -113,8 +113,8 @@ def _histogram(sizes: dict[str, list[int]]) -> tuple[Series, ...]:
 def attention_section(experiment: Experiment, result: Result) -> Section:
     distance: dict[str, float] = result["distance"]
     blocks: list[int] = result["blocks"]
-    columns = (Column("block"), Column("attention that goes elsewhere, %", Origin.MEASURED))
-    rows = tuple((block, number(100 * value, ".1f")) for block, value in distance.items())
+    columns = (Column("block", text=True), *(Column(block, Origin.MEASURED) for block in distance))
+    row = ("goes elsewhere, %", *(number(100 * value, ".1f") for value in distance.values()))
     strips = []
     for number_, drawn in enumerate(result["drawn"], start=1):
         for kind, files in drawn["pictures"].items():
@@ -122,9 +122,9 @@ def attention_section(experiment: Experiment, result: Result) -> Section:
                 Picture(file, f"Image {number_}, {kind} attention in block {block}", f"block {block}")
                 for block, file in zip(blocks, files, strict=True)
             )
-            strips.append(Strip(f"Image {number_}, {kind}", pictures))
+            strips.append(Strip(f"Image {number_}, {drawn['name']}: {kind} attention", pictures))
     average = mean(distance.values())
-    parts: list[Part] = [*strips, Table("Distance of both maps", columns, rows)]
+    parts: list[Part] = [*strips, Table("Attention that the approximation sends elsewhere", columns, (row,))]
     return Section(
         experiment.name,
         experiment.title,

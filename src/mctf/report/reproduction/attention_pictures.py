@@ -31,7 +31,7 @@ _IMAGES, _QUICK_IMAGES = 16, 8  # for the distances; the first few are drawn
 _DRAWN, _QUICK_DRAWN = 3, 2
 # From dark to light in even steps of lightness, so that it reads in grey as well.
 _COLOURS = np.array([(22, 11, 57), (101, 21, 110), (188, 55, 84), (243, 120, 25), (252, 222, 90)], dtype=float)
-_HEAT = 0.72  # how much of the heat covers the image
+_HEAT = 0.6  # how much of the heat covers the image
 
 
 class AttentionPictures(Experiment):

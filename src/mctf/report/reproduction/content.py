@@ -4,7 +4,8 @@ Every column and every chart says where its numbers come from: measured here, or
 never holds both.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -27,21 +28,29 @@ class Finding:
 
 @dataclass(frozen=True)
 class Column:
-    """The head of a column. text: whether its cells are words rather than numbers."""
+    """The head of a column. text: whether its cells are words rather than numbers.
+
+    over: a title that columns side by side have in common; their own may then be empty.
+    """
 
     title: str
     origin: Origin = Origin.NONE
     text: bool = False
+    over: str = ""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as they are to be read. The first cell of a row names it. strong: rows to be emphasised, by number."""
+    """Cells as they are to be read. The first cell of a row names it.
+
+    strong: rows to be emphasised, by number. headings: words above a row that begins a group, by its number.
+    """
 
     caption: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
     strong: frozenset[int] = frozenset()
+    headings: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

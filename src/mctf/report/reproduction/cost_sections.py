@@ -7,6 +7,8 @@ from ...analysis.reproduction.experiment import Experiment, Result
 from .content import Chart, Column, Finding, Origin, Part, Section, Series, Table, number
 from .words import BACKBONES, METHODS
 
+_TRAINING = {"finetuned": "fine-tuned", "off_the_shelf": "not trained"}
+
 
 def table_section(experiment: Experiment, result: Result) -> Section:
     """Table 1 or 2: what was counted beside what was printed, and the paper's accuracy in a column of its own."""
@@ -20,7 +22,7 @@ def table_section(experiment: Experiment, result: Result) -> Section:
         (_table(rows), *(_accuracy_charts() if "Figure 1" in experiment.sources else ())),
         (
             "Counted at each method's published setting, in the paper's account: one FLOP a multiply-add. "
-            "CoaT, Swin and PoolFormer are counted by torch on tensors without memory.",
+            "PVT, CoaT, Swin and PoolFormer are counted by torch on tensors without memory.",
             "Accuracy is the paper's, after fine-tuning where a method does; it is not measured here.",
         ),
     )
@@ -46,10 +48,10 @@ def _table(rows: list[tuple[paper.Published, Counted]]) -> Table:
     columns = (
         Column("model", text=True),
         Column("r", Origin.COUNTED),
-        Column("GFLOPs", Origin.COUNTED),
-        Column("GFLOPs", Origin.PAPER),
-        Column("params, M", Origin.COUNTED),
-        Column("params, M", Origin.PAPER),
+        Column("", Origin.COUNTED, over="GFLOPs"),
+        Column("", Origin.PAPER, over="GFLOPs"),
+        Column("", Origin.COUNTED, over="parameters, M"),
+        Column("", Origin.PAPER, over="parameters, M"),
         Column("top-1 %", Origin.PAPER),
         Column("note", text=True),
     )
@@ -119,29 +121,51 @@ def by_r_section(experiment: Experiment, result: Result) -> Section:
         ", ".join(experiment.sources),
         experiment.measures,
         (Finding(text, not off),),
-        (_gflops_table(gflops), _accuracy_table()),
+        (_gflops_table(gflops), _accuracy_table(), *_charts_by_r()),
         ("r = 0 is the plain model. The accuracy of all three tables is the paper's.",),
     )
+
+
+def _charts_by_r() -> list[Part]:
+    """The paper's accuracy against cost, r from 0, the rightmost point of a line, to 20."""
+    charts: list[Part] = []
+    for words, tables in (("DeiT", ("C", "D")), ("Other backbones", ("E",))):
+        series = [
+            Series(f"{BACKBONES[each.backbone]}, {_TRAINING[each.training]}", _accuracy_by_cost(each))
+            for each in paper.by_r()
+            if each.table in tables
+        ]
+        summary = (
+            "Each line stays near the accuracy of its plain model, the rightmost point, and falls at the largest r."
+        )
+        caption = f"{words} with MCTF: accuracy against cost"
+        charts.append(Chart(caption, summary, Origin.PAPER, "GFLOPs", "top-1 %", tuple(series)))
+    return charts
+
+
+def _accuracy_by_cost(published: paper.PublishedByR) -> tuple[tuple[float, float], ...]:
+    return tuple(sorted(zip(published.gflops, published.top1, strict=True)))
 
 
 def _gflops_table(gflops: dict[str, list[float]]) -> Table:
     published = {each.backbone: each for each in paper.by_r() if each.table != "D"}
     columns = [Column("r")]
     for backbone in gflops:
-        columns += [Column(BACKBONES[backbone], Origin.COUNTED), Column(BACKBONES[backbone], Origin.PAPER)]
+        columns += [Column("", origin, over=BACKBONES[backbone]) for origin in (Origin.COUNTED, Origin.PAPER)]
     rows = []
     for r in range(21):
         cells = [str(r)]
         for backbone, counted in gflops.items():
             cells += [number(counted[r]), number(published[backbone].gflops[r])]
         rows.append(tuple(cells))
-    return Table("GFLOPs by r, Tables C, D and E (those of C and D are the same)", tuple(columns), tuple(rows))
+    return Table("GFLOPs by r; those of Tables C and D are the same", tuple(columns), tuple(rows))
 
 
 def _accuracy_table() -> Table:
-    words = {"finetuned": "fine-tuned", "off_the_shelf": "not trained"}
     columns = [Column("r")]
     for each in paper.by_r():
-        columns.append(Column(f"{BACKBONES[each.backbone]}, {words[each.training]}", Origin.PAPER))
+        columns.append(
+            Column(BACKBONES[each.backbone], Origin.PAPER, over=f"Table {each.table}, {_TRAINING[each.training]}")
+        )
     rows = tuple((str(r), *(number(each.top1[r]) for each in paper.by_r())) for r in range(21))
-    return Table("Top-1 accuracy by r, %, Tables C, D and E", tuple(columns), rows)
+    return Table("Top-1 accuracy by r, %", tuple(columns), rows)

@@ -2,13 +2,15 @@
 
 import base64
 import json
+from itertools import groupby
 from pathlib import Path
 
+from .badges import badge
 from .charts import draw
-from .content import Chart, Column, Finding, Origin, Part, Section, Strip, Table, Viewer
+from .content import Chart, Finding, Part, Section, Strip, Table, Viewer
 from .markup import Markup, join, tag, void
+from .tables import render_table
 
-_BADGES = {Origin.MEASURED: "measured", Origin.COUNTED: "counted", Origin.PAPER: "paper"}
 _VERDICTS = {
     True: ("agrees", "✓", "As in the paper: "),
     False: ("differs", "≠", "Unlike the paper: "),
@@ -25,7 +27,7 @@ def render_section(section: Section, pictures: Path) -> Markup:
         tag("h2", section.title, id=heading),
         tag("p", section.measures, " ", tag("span", section.source, class_="source"), class_="measures"),
         findings(section.findings),
-        *_in_pairs(section.parts, groups),
+        *_in_rows(section.parts, groups),
         tag("ul", *(tag("li", note) for note in section.notes), class_="notes") if section.notes else Markup(),
         id=section.name,
         aria_labelledby=heading,
@@ -49,64 +51,24 @@ def _judged(finding: Finding) -> tuple[Markup, ...]:
     )
 
 
-def badge(origin: Origin) -> Markup:
-    """Where numbers come from, as a small word."""
-    return tag("span", _BADGES[origin], class_=f"badge {origin}") if origin in _BADGES else Markup()
-
-
-def _in_pairs(parts: tuple[Part, ...], rendered: list[Markup]) -> list[Markup]:
+def _in_rows(parts: tuple[Part, ...], rendered: list[Markup]) -> list[Markup]:
     """Charts that follow each other share a row where there is room."""
     out: list[Markup] = []
-    row: list[Markup] = []
-    for part, made in zip(parts, rendered, strict=True):
-        if isinstance(part, Chart):
-            row.append(made)
-            continue
-        out += [tag("div", *row, class_="charts")] if row else []
-        row = []
-        out.append(made)
-    return out + ([tag("div", *row, class_="charts")] if row else [])
+    for charts, group in groupby(zip(parts, rendered, strict=True), key=lambda pair: isinstance(pair[0], Chart)):
+        made = [markup for _, markup in group]
+        out += [tag("div", *made, class_="charts")] if charts else made
+    return out
 
 
 def _render(part: Part, name: str, pictures: Path) -> Markup:
     if isinstance(part, Table):
-        return _table(part, name)
+        return render_table(part, name)
     if isinstance(part, Chart):
         caption = tag("figcaption", part.caption, " ", badge(part.origin))
         return tag("figure", caption, draw(part, name=name), class_="chart")
     if isinstance(part, Strip):
         return _strip(part, pictures)
     return _viewer(part, name, pictures)
-
-
-def _table(table: Table, name: str) -> Markup:
-    origins = {column.origin for column in table.columns[1:]}
-    common = origins.pop() if len(origins) == 1 else Origin.NONE  # said once where it is the same for all
-    head = tag("tr", *(_head(column, badged=not common) for column in table.columns))
-    body = []
-    for index, row in enumerate(table.rows):
-        cells = [tag("th", row[0], scope="row", class_="text" if table.columns[0].text else None)]
-        cells += [_cell(cell, column) for cell, column in zip(row[1:], table.columns[1:], strict=True)]
-        body.append(tag("tr", *cells, class_="strong" if index in table.strong else None))
-    # the caption stands outside, so that it stays in sight when a wide table is moved on a small screen
-    caption = tag("figcaption", table.caption, " ", badge(common), id=f"{name}-caption")
-    whole = tag("table", tag("thead", head), tag("tbody", *body), aria_labelledby=f"{name}-caption")
-    moved = tag("div", whole, class_="scroll", role="region", aria_labelledby=f"{name}-caption", tabindex=0)
-    return tag("figure", caption, moved, class_="table")
-
-
-def _head(column: Column, *, badged: bool) -> Markup:
-    origin = badge(column.origin) if badged else Markup()
-    return tag("th", tag("span", column.title), origin, scope="col", class_=_classes(column))
-
-
-def _cell(text: str, column: Column) -> Markup:
-    return tag("td", text, class_=_classes(column))
-
-
-def _classes(column: Column) -> str | None:
-    words = [column.origin.value if column.origin is Origin.PAPER else "", "text" if column.text else ""]
-    return " ".join(word for word in words if word) or None
 
 
 def _strip(strip: Strip, pictures: Path) -> Markup:

@@ -1,6 +1,6 @@
 """The report as Markdown: the same sections, tables and findings; charts are in the page alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ...analysis.reproduction import paper
 from .content import Chart, Column, Origin, Part, Section, Strip, Table, Viewer
@@ -53,13 +53,16 @@ def _table(table: Table) -> Iterator[str]:
     yield _row(_head(column) for column in table.columns)
     yield _row("---" if column.text else "---:" for column in table.columns)
     for index, row in enumerate(table.rows):
+        if index in table.headings:
+            yield _row([f"*{table.headings[index]}*", *("" for _ in row[1:])])
         yield _row(f"**{cell}**" if index in table.strong and cell else cell for cell in row)
     yield ""
 
 
 def _head(column: Column) -> str:
-    return column.title if column.origin is Origin.NONE else f"{column.title} ({column.origin})"
+    title = ", ".join(words for words in (column.over, column.title) if words)
+    return title if column.origin is Origin.NONE else f"{title} ({column.origin})"
 
 
-def _row(cells: object) -> str:
-    return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"  # type: ignore[attr-defined]
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -6,8 +6,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from ...analysis.reproduction import paper
+from .badges import badge
 from .content import Origin, Section
-from .html import badge, contents, findings, render_section
+from .html import contents, findings, render_section
 from .markup import Markup, tag, void
 
 TITLE = "Multi-criteria Token Fusion, measured again"
@@ -81,7 +82,17 @@ def _summary(report: Report) -> Markup:
     if not rows:
         return Markup()
     heading = tag("h2", "In short", id="summary-heading")
-    return tag("section", heading, tag("ul", *rows, class_="summary"), id="summary", aria_labelledby="summary-heading")
+    listed = tag("ul", *rows, class_="summary")
+    return tag("section", heading, _tally(report), listed, id="summary", aria_labelledby="summary-heading")
+
+
+def _tally(report: Report) -> Markup:
+    """How many findings are as in the paper, which also says what their marks mean."""
+    judged = [finding.agrees for section in report.sections for finding in section.findings]
+    agree, differ = judged.count(True), judged.count(False)
+    words = f"Of {agree + differ} findings that can be compared, {agree} are as in the paper (✓) and {differ} are not (≠)."
+    rest = " The others (•) are not in the paper." if None in judged else ""
+    return tag("p", words, rest, class_="measures")
 
 
 def _left_out(reasons: Mapping[str, str]) -> Markup:

@@ -1,13 +1,14 @@
 """What the sections of all studies share: measured columns, charts over cost, and the words around them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 from ...analysis.reproduction import paper
 from ...analysis.reproduction.experiment import Experiment, Result
 from .content import Chart, Column, Finding, Origin, Part, Section, Series, Table, number
+from .words import METHODS
 
 Row = dict[str, Any]
 Groups = dict[str, list[Row]]
@@ -39,7 +40,7 @@ def published_top1(study: str, setting: str) -> str:
 def side_by_side(caption: str, groups: Groups, words: Callable[[str], str]) -> Table:
     """A row an r, and for every measured number a column a group, so that groups are read against each other."""
     cells = {group: [measured_cells(row) for row in rows] for group, rows in groups.items()}
-    columns = [Column(f"{column.title}, {words(group)}", column.origin) for column in MEASURED for group in groups]
+    columns = [Column(words(group), column.origin, over=column.title) for column in MEASURED for group in groups]
     labels = [row["label"] for row in next(iter(groups.values()))]
     rows = tuple(
         (label, *(cells[group][number_][place] for place in range(len(MEASURED)) for group in groups))
@@ -69,8 +70,18 @@ def study_section(
         experiment.measures,
         tuple(findings),
         tuple(parts),
-        (words, *notes, *result["notes"]),
+        (words, *notes, *_missing(result)),
     )
+
+
+def _missing(result: Result) -> Iterator[str]:
+    """What the numbers lack."""
+    if not knows_kl(result):
+        yield "The model has no classifier: agreement, KL and accuracy are unknown."
+    for case in result["capped"]:
+        blocks = ", ".join(str(block) for block in case["blocks"])
+        method = METHODS[case["method"]]
+        yield f"{method} at r = {case['r']} has too few tokens left to fuse as many in block {blocks} (counted from 1)."
 
 
 def grouped(result: Result) -> Groups:

@@ -4,7 +4,7 @@ from ...analysis.reproduction import paper
 from ...analysis.reproduction.criteria import ALL
 from ...analysis.reproduction.experiment import Experiment, Result
 from ...analysis.reproduction.studies import DEFAULTS, R
-from .content import Column, Finding, Origin, Part, Section, Table, number
+from .content import Column, Finding, Origin, Section, Table, number
 from .study_parts import (
     FINE_TUNED,
     MEASURED,
@@ -36,7 +36,9 @@ def off_the_shelf_section(experiment: Experiment, result: Result) -> Section:
 
 def _against_tome(groups: Groups) -> list[Finding]:
     lower = lower_everywhere(groups["mctf"], groups["tome"])
-    findings = [Finding(f"MCTF's KL is {'' if lower else 'not '}below ToMe's at every r.", lower)]
+    ours, theirs = (next(row["kl"] for row in groups[method] if row["r"] == R) for method in ("mctf", "tome"))
+    figures = f"at r = {R} {number(ours, '.4f')} against {number(theirs, '.4f')}"
+    findings = [Finding(f"MCTF's KL is {'' if lower else 'not '}below ToMe's at every r; {figures}.", lower)]
     equal = lower_at_equal_cost(groups["mctf"], groups["tome"])
     if equal is not None:
         words = "ToMe fuses in the first block too, so it costs less at the same r; at equal cost MCTF's KL is "
@@ -46,7 +48,7 @@ def _against_tome(groups: Groups) -> list[Finding]:
 
 def _published_off_the_shelf() -> Table:
     cases = [(backbone, method) for backbone in ("deit_tiny", "deit_small") for method in ("mctf", "tome")]
-    titles = (Column(f"{BACKBONES[backbone]}, {METHODS[method]}", Origin.PAPER) for backbone, method in cases)
+    titles = (Column(METHODS[method], Origin.PAPER, over=BACKBONES[backbone]) for backbone, method in cases)
     tops = [paper.off_the_shelf(backbone, method) for backbone, method in cases]
     rows = tuple((str(r), *(number(top[r], ".1f") for top in tops)) for r in tops[0])
     caption = "Table 3: top-1 % without training, on all of ImageNet's validation images"
@@ -71,9 +73,15 @@ def _best_criteria(at_r: dict[str, Row]) -> list[Finding]:
     best = min(at_r, key=lambda name: at_r[name]["kl"])
     alone = min(("sim", "info"), key=lambda name: at_r[name]["kl"])
     return [
-        Finding(f"Lowest KL at r = {R}: {criteria_words(best)}.", best == ALL),
+        Finding(f"Lowest KL at r = {R}: {criteria_words(best)}{_figures(at_r[best], at_r[ALL])}.", best == ALL),
         Finding(f"Of similarity and informativeness alone, {criteria_words(alone)} loses less.", alone == "sim"),
     ]
+
+
+def _figures(best: Row, own: Row) -> str:
+    """The lowest KL, and that of the paper's choice where it is another."""
+    chosen = "" if best is own else f"; the paper's choice has {number(own['kl'], '.4f')}"
+    return f", {number(best['kl'], '.4f')}{chosen}"
 
 
 def ahead_section(experiment: Experiment, result: Result) -> Section:
@@ -96,38 +104,45 @@ def ahead_section(experiment: Experiment, result: Result) -> Section:
 def design_section(experiment: Experiment, result: Result) -> Section:
     groups = grouped(result)
     rows: list[tuple[str, ...]] = []
-    strong = set()
+    strong, headings = set(), dict[int, str]()
     for group, members in groups.items():
         for row in members:
+            if row is members[0]:
+                headings[len(rows)] = GROUPS[group].capitalize()
             strong |= {len(rows)} if row["label"] in _OWN else set()
             printed = paper.ablation(group, row["label"])
             gflops = number(None if printed is None else printed.gflops, ".1f")
-            names = (GROUPS[group], LABELS[row["label"]])
-            rows.append((*names, *measured_cells(row), gflops, published_top1(group, row["label"])))
-    words = (Column("choice", text=True), Column("variant", text=True))
-    columns = (*words, *MEASURED, Column("GFLOPs", Origin.PAPER), PUBLISHED_TOP1)
-    table = Table(f"Design choices at r = {R}; the paper's own are in bold", columns, tuple(rows), frozenset(strong))
+            top1 = published_top1(group, row["label"])
+            rows.append((LABELS[row["label"]], *measured_cells(row), gflops, top1))
+    columns = (Column("variant", text=True), *MEASURED, Column("GFLOPs", Origin.PAPER), PUBLISHED_TOP1)
+    caption = f"Design choices at r = {R}; the paper's own are in bold"
+    table = Table(caption, columns, tuple(rows), frozenset(strong), headings)
     findings = [_best_choice(group, members) for group, members in groups.items()] if knows_kl(result) else []
     return study_section(experiment, result, findings=findings, parts=[table], notes=[FINE_TUNED])
 
 
 def _best_choice(group: str, members: list[Row]) -> Finding:
     """The variant of lowest KL, and whether the paper has none of higher accuracy; open where it does not have it."""
-    best = min(members, key=lambda row: row["kl"])["label"]
-    text = f"{GROUPS[group].capitalize()}: lowest KL {LABELS[best]}."
+    lowest, own = min(members, key=lambda row: row["kl"]), next(row for row in members if row["label"] in _OWN)
+    best = lowest["label"]
+    text = f"{GROUPS[group].capitalize()}: lowest KL {LABELS[best]}{_figures(lowest, own)}."
     printed = {row["label"]: each.top1 for row in members if (each := paper.ablation(group, row["label"])) is not None}
     return Finding(text, printed[best] == max(printed.values()) if best in printed else None)
 
 
 def temperatures_section(experiment: Experiment, result: Result) -> Section:
-    findings, parts = [], list[Part]()
+    findings, rows = [], list[tuple[str, ...]]()
+    strong, headings = set(), dict[int, str]()
     for group, members in grouped(result).items():
+        own = next(row for row in members if row["label"] == DEFAULTS[group])
+        headings[len(rows)] = GROUPS[group].capitalize()
+        strong.add(len(rows) + members.index(own))
+        rows += [(row["label"], *measured_cells(row)[:3], published_top1(group, row["label"])) for row in members]
         if knows_kl(result):
-            best = min(members, key=lambda row: row["kl"])["label"]
-            text = f"{GROUPS[group].capitalize()}: lowest KL at {best}; the paper takes {DEFAULTS[group]}."
-            findings.append(Finding(text, best == DEFAULTS[group]))
-        rows = [(row["label"], *measured_cells(row)[:3], published_top1(group, row["label"])) for row in members]
-        columns = (Column("temperature"), *MEASURED[:3], PUBLISHED_TOP1)
-        strong = frozenset(index for index, row in enumerate(members) if row["label"] == DEFAULTS[group])
-        parts.append(Table(f"{GROUPS[group].capitalize()}; the default is in bold", columns, tuple(rows), strong))
-    return study_section(experiment, result, findings=findings, parts=parts, notes=[FINE_TUNED])
+            best = min(members, key=lambda row: row["kl"])
+            text = f"{GROUPS[group].capitalize()}: lowest KL at {best['label']}{_figures(best, own)}."
+            findings.append(Finding(text, best is own))
+    columns = (Column("value", text=True), *MEASURED[:3], PUBLISHED_TOP1)
+    caption = f"Temperatures at r = {R}; the defaults are in bold"
+    table = Table(caption, columns, tuple(rows), frozenset(strong), headings)
+    return study_section(experiment, result, findings=findings, parts=[table], notes=[FINE_TUNED])
