@@ -44,6 +44,11 @@ def scores_kernel(
     beta_places = tl.program_id(1) * B + tl.arange(0, B)
     is_alpha, is_beta = alpha_places < alphas, beta_places < betas
     alpha_tokens, beta_tokens = _side_tokens(alpha_places, protected, False), _side_tokens(beta_places, protected, True)
+    # before the long loop: its loads then hide the waiting for these
+    informativeness += image * tokens
+    sizes += image * tokens
+    alpha_isolation = _isolation(informativeness, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)
+    beta_isolation = _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)
     product = tl.zeros([A, B], tl.float32)
     alpha_square, beta_square = tl.zeros([A, CHUNK], tl.float32), tl.zeros([B, CHUNK], tl.float32)
     for first in range(0, channels, CHUNK):
@@ -58,10 +63,7 @@ def scores_kernel(
     score = (product / tl.maximum(lengths, 1e-30) + 1.0) / 2.0
     if POWER:
         score = tl.exp2(tau_sim * tl.log2(tl.maximum(score, 1e-30)))
-    informativeness += image * tokens
-    sizes += image * tokens
-    score *= _isolation(informativeness, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)[:, None]
-    score *= _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)[None, :]
+    score *= alpha_isolation[:, None] * beta_isolation[None, :]
     where = (image * alphas + alpha_places[:, None]) * betas + beta_places[None, :]
     tl.store(scores + where, score, mask=is_alpha[:, None] & is_beta[None, :])
     score = tl.where(is_beta[None, :], score, float("-inf"))

@@ -117,13 +117,13 @@ def _launch_many(work: _Work) -> None:
     scores = x.new_empty((batch, alphas, betas), dtype=torch.float32)
     best = x.new_zeros((batch, alphas), dtype=torch.int64)
     flags = work.flags()
-    rows, columns = 64, 64
+    rows, columns, warps = 64, 64, 4
     if batch == 1:  # a single image must be cut small, and read in large pieces, to keep a GPU busy
-        rows, columns = 32, 32
-        flags["CHUNK"] = 64 if x.dtype == torch.float32 else 128
+        rows, columns, warps = 32, 32, 8
+        flags["CHUNK"] = 64 if x.dtype == torch.float32 else 256
     launchable(scores_kernel)[(-(-alphas // rows), -(-betas // columns), batch)](
         *work.criteria(), scores, best, tokens, channels, alphas, betas, protected, *work.taus(), *x.stride()[:2],
-        A=rows, B=columns, **flags, num_warps=4, num_stages=3,
+        A=rows, B=columns, **flags, num_warps=warps, num_stages=3,
     )  # fmt: skip
     count = {"MINE": _COUNTED, "OTHERS": _COUNTED_AGAINST}
     gone, alpha_partner = (x.new_empty((batch, alphas), dtype=torch.int32) for _ in range(2))

@@ -11,6 +11,8 @@ from torch import Tensor
 from ..core.assignment import Assignment
 from .launch import channels_last, launchable
 
+_FEW_IMAGES = 4
+
 
 def members(assignment: Assignment) -> tuple[Tensor, Tensor]:
     """Tokens sorted by slot (B N) and where each slot begins there (B M+1), both int32."""
@@ -40,10 +42,20 @@ def pool(
     launchable(pooling_kernel)[(count, batch)](
         x, other, weights, weights if sizes is None else sizes, order, start, *outputs,
         tokens, count, channels, other.shape[2], *x.stride()[:2], *other.stride()[:2],
-        HAS_Y=y is not None, HAS_SIZES=sizes is not None, SLOTS=1, X=x_width, Y=y_width,
-        num_warps=max(1, max(x_width, y_width) // 1024),
+        HAS_Y=y is not None, HAS_SIZES=sizes is not None, X=x_width, Y=y_width,
+        **_manner(batch, max(x_width, y_width)),
     )  # fmt: skip
     return outputs
+
+
+def _manner(batch: int, width: int) -> dict[str, int]:
+    """How many members a program adds up at a time, and its warps.
+
+    In a large batch the programs hide each other's waiting. In a small one the slot with most members is waited for.
+    """
+    if batch <= _FEW_IMAGES:
+        return {"MEMBERS": 8, "num_warps": max(1, width // 128)}
+    return {"MEMBERS": 1, "num_warps": max(1, width // 1024)}
 
 
 def _outputs(x: Tensor, y: Tensor | None, sizes: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Means and sums over the slots of an assignment: Triton twins of `Assignment.pool` and `Assignment.sum`.
 
-A program owns some slots of one image and walks through their tokens in rounds: first members, second members, ….
-Most slots have one, so the rows are read about once and written once.
+A program owns one slot of one image and walks through its tokens. Most slots have one, so the rows are read about once
+and written once.
 
 Axes: B images, N tokens, M slots, C channels.
 """
@@ -14,49 +14,49 @@ import triton.language as tl
 def pooling_kernel(
     x, y, weights, sizes, order, start, x_out, y_out, sizes_out,
     tokens, count, x_channels, y_channels, x_b, x_n, y_b, y_n,
-    HAS_Y: tl.constexpr, HAS_SIZES: tl.constexpr, SLOTS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
+    HAS_Y: tl.constexpr, HAS_SIZES: tl.constexpr, MEMBERS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
 ):  # fmt: skip
     """x_out[s] = sum of w_i x_i / sum of w_i over the tokens of slot s; y_out likewise; sizes_out[s] = sum of sizes."""
     image = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    inside = slot < count
-    begin = tl.load(start + image * (count + 1) + slot, mask=inside, other=0)
-    members = tl.load(start + image * (count + 1) + slot + 1, mask=inside, other=0) - begin
+    slot = tl.program_id(0)
+    begin = tl.load(start + image * (count + 1) + slot)
+    end = tl.load(start + image * (count + 1) + slot + 1)
     x += image * x_b
     y += image * y_b
+    order += image * tokens
+    weights += image * tokens
     x_column, y_column = tl.arange(0, X), tl.arange(0, Y)
-    x_sum = tl.zeros([SLOTS, X], tl.float32)
-    y_sum = tl.zeros([SLOTS, Y], tl.float32)
-    mass = tl.zeros([SLOTS], tl.float32)
-    size = tl.zeros([SLOTS], tl.float32)
+    x_sum = tl.zeros([X], tl.float32)
+    y_sum = tl.zeros([Y], tl.float32)
+    mass = 0.0
+    size = 0.0
     # weights are taken relative to the first member's: a token alone in its slot then comes out unchanged
-    first = tl.load(weights + image * tokens + tl.load(order + image * tokens + begin, mask=inside, other=0))
+    first = tl.load(weights + tl.load(order + begin))
     first = tl.where(first == 0.0, 1.0, first)  # tokens that were dropped count for nothing in their slot
-    for turn in range(0, tl.max(members, 0)):
-        has = turn < members
-        token = tl.load(order + image * tokens + begin + turn, mask=has, other=0)
-        weight = tl.load(weights + image * tokens + token, mask=has, other=0.0)
+    for member in range(begin, end, MEMBERS):
+        place = member + tl.arange(0, MEMBERS)
+        has = place < end
+        token = tl.load(order + place, mask=has, other=0)
+        weight = tl.load(weights + token, mask=has, other=0.0)
         weight = tl.where(weight == first, 1.0, weight / first)  # a GPU's quick division need not give 1
-        mass += weight
+        mass += tl.sum(weight, 0)
         if HAS_SIZES:
-            size += tl.load(sizes + image * tokens + token, mask=has, other=0.0)
+            size += tl.sum(tl.load(sizes + image * tokens + token, mask=has, other=0.0), 0)
         keep = has[:, None] & (x_column[None, :] < x_channels)
         rows = tl.load(x + token[:, None] * x_n + x_column[None, :], mask=keep, other=0.0)
-        x_sum += weight[:, None] * rows.to(tl.float32)
+        x_sum += tl.sum(weight[:, None] * rows.to(tl.float32), 0)
         if HAS_Y:
             keep = has[:, None] & (y_column[None, :] < y_channels)
             rows = tl.load(y + token[:, None] * y_n + y_column[None, :], mask=keep, other=0.0)
-            y_sum += weight[:, None] * rows.to(tl.float32)
+            y_sum += tl.sum(weight[:, None] * rows.to(tl.float32), 0)
     place = image * count + slot
-    keep = inside[:, None] & (x_column[None, :] < x_channels)
-    x_mean = (x_sum / mass[:, None]).to(x_out.dtype.element_ty)
-    tl.store(x_out + place[:, None] * x_channels + x_column[None, :], x_mean, mask=keep)
+    x_mean = (x_sum / mass).to(x_out.dtype.element_ty)
+    tl.store(x_out + place * x_channels + x_column, x_mean, mask=x_column < x_channels)
     if HAS_Y:
-        keep = inside[:, None] & (y_column[None, :] < y_channels)
-        y_mean = (y_sum / mass[:, None]).to(y_out.dtype.element_ty)
-        tl.store(y_out + place[:, None] * y_channels + y_column[None, :], y_mean, mask=keep)
+        y_mean = (y_sum / mass).to(y_out.dtype.element_ty)
+        tl.store(y_out + place * y_channels + y_column, y_mean, mask=y_column < y_channels)
     if HAS_SIZES:
-        tl.store(sizes_out + place, size, mask=inside)
+        tl.store(sizes_out + place, size)
 
 
 @triton.jit

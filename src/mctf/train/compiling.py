@@ -36,8 +36,17 @@ class CompiledMethod:
         return f"compiled {self._method}"
 
 
+def _avoid_mixed_reductions() -> None:
+    """Torch 2.11 writes code that fails where rows and columns are summed in one kernel and their number varies."""
+    from torch._inductor import config  # slow to load, and needed by a run that compiles only
+
+    if hasattr(config.triton, "mix_order_reduction"):
+        config.triton.mix_order_reduction = False
+
+
 def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile the blocks of a plain or fused model, in place; mctf.unfuse gives plain blocks back."""
+    _avoid_mixed_reductions()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     container: Any = find_host(model).container
     if isinstance(container, FusedStack):
