@@ -10,8 +10,13 @@ from mctf.kernels import pooling_op
 from .conftest import distance, poisoned
 
 
+@pytest.fixture(params=[0, 4], ids=["as in a large batch", "as in a small batch"])
+def few_images(request, monkeypatch):
+    monkeypatch.setattr(pooling_op, "_FEW_IMAGES", request.param)
+
+
 @pytest.fixture
-def fusion(device):
+def fusion(device, few_images):
     generator = torch.Generator().manual_seed(3)
     slots = torch.stack([(torch.randperm(50, generator=generator) % 31) for _ in range(2)])
     slots[0, slots[0] == 4] = 5  # one slot with many tokens …
@@ -32,6 +37,16 @@ def test_both_tensors_and_sizes(fusion, dtype, near, monkeypatch):
     assert distance(x_mean, assignment.pool(x.double(), weights.double())) < near
     assert distance(y_mean, assignment.pool(y.double(), weights.double())) < near
     assert torch.equal(totals, assignment.total(sizes))
+
+
+@pytest.mark.parametrize("channels", [300, 1024])
+def test_more_members_and_channels_than_a_program_takes_at_once(device, few_images, channels):
+    slots = torch.tensor([[0] * 70 + [1] + [2] * 9]).to(device)
+    x, weights = torch.randn(1, 80, channels, device=device), torch.rand(1, 80, device=device) + 0.1
+    assignment = Assignment(slots, 3)
+    pooled = kernels.pool(x, weights, assignment)
+    assert distance(pooled, assignment.pool(x.double(), weights.double())) < 1e-6
+    assert torch.equal(pooled[0, 1], x[0, 70])
 
 
 def test_a_token_alone_in_its_slot_is_not_changed(fusion):

@@ -95,6 +95,12 @@ def test_quick_uses_few_images_and_limit_fewer(run, place: Path, tmp_path: Path)
     assert len(few["experiments"]["largest_token"]["result"]["sizes"]["with_size"]) == 4
 
 
+def test_few_images_keep_the_classes_they_have_among_all(run, basic) -> None:
+    found = json.loads(run(*basic, "--only", "one_step_ahead", "--limit", 2, "--quick", "--json").out)
+    result = found["experiments"]["one_step_ahead"]["result"]
+    assert (result["images"], result["base"]["top1"] in (0.0, 50.0, 100.0)) == (2, True)
+
+
 def test_other_images_in_the_same_folder_are_refused(run, basic) -> None:
     assert run(*basic, "--only", "largest_token").code == 0
     line = run.refusal(*basic, "--only", "largest_token", "--limit", 3)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -166,10 +167,20 @@ def test_markdown_and_json_say_the_same(report: Path, known) -> None:
 
 
 def test_findings_are_counted_by_what_the_paper_says(tmp_path: Path, known) -> None:
-    _, records = known
-    publish(tmp_path, {"costs_by_r": records["costs_by_r"]}, facts={}, left_out={})
-    said = "Of 1 findings that can be compared, 1 are as in the paper (✓) and 0 are not (≠)."
-    assert f"{said}</p>" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    folder, records = known
+    other = {"images": 1, "r": 16, "sizes": {"with_size": [9], "without_size": [5]}}
+    found = {
+        "costs_by_r": records["costs_by_r"],
+        "largest_token": replace(records["largest_token"], result=other),
+        "attention_maps": records["attention_maps"],
+    }
+    publish(tmp_path, {"costs_by_r": found["costs_by_r"]}, facts={}, left_out={})
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "Of 1 findings that can be compared, 1 are as in the paper (✓) and 0 are not (≠).</p>" in page
+    (tmp_path / "pictures").symlink_to(folder / "pictures")
+    publish(tmp_path, found, facts={}, left_out={})
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "Of 2 findings that can be compared, 1 are as in the paper (✓) and 1 are not (≠). The others (•)" in page
 
 
 def test_what_is_left_out_is_said(tmp_path: Path, known) -> None:

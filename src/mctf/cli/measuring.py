@@ -95,7 +95,7 @@ class Measuring:
 
         from ..analysis.environment import pick_device
         from ..data import Batches, Preprocessing, find_images, find_labels
-        from ..data.shares import share
+        from ..data.shares import share, spaced
         from ..models.loading import load_model
         from ..processes import joined
 
@@ -104,12 +104,12 @@ class Measuring:
             torch.set_num_threads(self.threads)
         torch.manual_seed(0)  # layers that nobody has trained are the same in every run and process
         images = find_images(self.data)
-        images = images if self.limit is None else images.spaced(self.limit)
         with joined(pick_device(self.device_name)) as processes:
             device = processes.device
             model: Any = load_model(self.model, weights=self.weights, image_size=size)
             model = model.to(device, getattr(torch, self.dtype))
             labels = find_labels(images, num_classes=model.num_classes, table=self.classes)
+            images, labels = spaced(images, labels, self.limit or len(images))
             preprocessing = Preprocessing.of(model, crop_pct=self.crop_pct)
             batches = Batches(
                 *share(images, labels, processes),

@@ -14,8 +14,10 @@ from torch import Tensor
 from .launch import launchable, varies
 
 ONE_PROGRAM = 128  # tokens on one side of the split whose scores fit a program's registers
+_ALONE = 64  # the same where there is one image only: many programs then are faster from here on
 MANY_PROGRAMS = 2048  # beyond, ranks by counting cost more than sorting
 _MOST_PROTECTED = 16
+_ROWS = 64  # fewer would not fill an instruction of a Hopper's tensor cores
 _COUNTED, _COUNTED_AGAINST = 16, 512  # tokens whose rank a program counts, and against how many at a time
 
 
@@ -42,7 +44,8 @@ def match(
     outputs = _outputs(x, r)
     forth = r // 2 if bidirectional else r
     work = _Work(x, informativeness, sizes, *outputs, r, forth, protected, tau_sim, tau_info, tau_size, bidirectional)
-    (_launch_one if work.side <= ONE_PROGRAM else _launch_many)(work)
+    most = min(_ALONE, ONE_PROGRAM) if x.shape[0] == 1 else ONE_PROGRAM
+    (_launch_one if work.side <= most else _launch_many)(work)
     return outputs
 
 
@@ -117,13 +120,13 @@ def _launch_many(work: _Work) -> None:
     scores = x.new_empty((batch, alphas, betas), dtype=torch.float32)
     best = x.new_zeros((batch, alphas), dtype=torch.int64)
     flags = work.flags()
-    rows, columns, warps = 64, 64, 4
+    columns = 64
     if batch == 1:  # a single image must be cut small, and read in large pieces, to keep a GPU busy
-        rows, columns, warps = 32, 32, 8
-        flags["CHUNK"] = 64 if x.dtype == torch.float32 else 256
-    launchable(scores_kernel)[(-(-alphas // rows), -(-betas // columns), batch)](
+        columns = 32
+        flags["CHUNK"] = 64 if x.dtype == torch.float32 else 128
+    launchable(scores_kernel)[(-(-alphas // _ROWS), -(-betas // columns), batch)](
         *work.criteria(), scores, best, tokens, channels, alphas, betas, protected, *work.taus(), *x.stride()[:2],
-        A=rows, B=columns, **flags, num_warps=warps, num_stages=3,
+        A=_ROWS, B=columns, **flags, num_warps=4, num_stages=3,
     )  # fmt: skip
     count = {"MINE": _COUNTED, "OTHERS": _COUNTED_AGAINST}
     gone, alpha_partner = (x.new_empty((batch, alphas), dtype=torch.int32) for _ in range(2))

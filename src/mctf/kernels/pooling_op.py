@@ -39,23 +39,24 @@ def pool(
     batch, tokens, channels = x.shape
     count = start.shape[1] - 1
     x_width, y_width = (1 << (tensor.shape[2] - 1).bit_length() for tensor in (x, other))
-    launchable(pooling_kernel)[(count, batch)](
+    parts, manner = _manner(batch, max(x_width, y_width))
+    launchable(pooling_kernel)[(count, batch, parts)](
         x, other, weights, weights if sizes is None else sizes, order, start, *outputs,
         tokens, count, channels, other.shape[2], *x.stride()[:2], *other.stride()[:2],
-        HAS_Y=y is not None, HAS_SIZES=sizes is not None, X=x_width, Y=y_width,
-        **_manner(batch, max(x_width, y_width)),
+        HAS_Y=y is not None, HAS_SIZES=sizes is not None,
+        X=max(1, x_width // parts), Y=max(1, y_width // parts), **manner,
     )  # fmt: skip
     return outputs
 
 
-def _manner(batch: int, width: int) -> dict[str, int]:
-    """How many members a program adds up at a time, and its warps.
+def _manner(batch: int, width: int) -> tuple[int, dict[str, int]]:
+    """Into how many parts the channels are cut; how many members a program adds up at a time, and its warps.
 
     In a large batch the programs hide each other's waiting. In a small one the slot with most members is waited for.
     """
     if batch <= _FEW_IMAGES:
-        return {"MEMBERS": 8, "num_warps": max(1, width // 128)}
-    return {"MEMBERS": 1, "num_warps": max(1, width // 1024)}
+        return max(1, width // 256), {"MEMBERS": 32, "num_warps": 4}
+    return 1, {"MEMBERS": 1, "num_warps": max(1, width // 1024)}
 
 
 def _outputs(x: Tensor, y: Tensor | None, sizes: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:

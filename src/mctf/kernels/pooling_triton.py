@@ -1,7 +1,7 @@
 """Means and sums over the slots of an assignment: Triton twins of `Assignment.pool` and `Assignment.sum`.
 
-A program owns one slot of one image and walks through its tokens. Most slots have one, so the rows are read about once
-and written once.
+A program owns one slot of one image, or some channels of it, and walks through its tokens. Most slots have one, so the
+rows are read about once and written once.
 
 Axes: B images, N tokens, M slots, C channels.
 """
@@ -16,7 +16,10 @@ def pooling_kernel(
     tokens, count, x_channels, y_channels, x_b, x_n, y_b, y_n,
     HAS_Y: tl.constexpr, HAS_SIZES: tl.constexpr, MEMBERS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
 ):  # fmt: skip
-    """x_out[s] = sum of w_i x_i / sum of w_i over the tokens of slot s; y_out likewise; sizes_out[s] = sum of sizes."""
+    """x_out[s] = sum of w_i x_i / sum of w_i over the tokens of slot s; y_out likewise; sizes_out[s] = sum of sizes.
+
+    A program takes X channels of x and Y of y, and MEMBERS tokens at a time.
+    """
     image = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0)
     begin = tl.load(start + image * (count + 1) + slot)
@@ -25,7 +28,7 @@ def pooling_kernel(
     y += image * y_b
     order += image * tokens
     weights += image * tokens
-    x_column, y_column = tl.arange(0, X), tl.arange(0, Y)
+    x_column, y_column = (tl.program_id(2) * X + tl.arange(0, X), tl.program_id(2) * Y + tl.arange(0, Y))
     x_sum = tl.zeros([X], tl.float32)
     y_sum = tl.zeros([Y], tl.float32)
     mass = 0.0
@@ -56,7 +59,7 @@ def pooling_kernel(
         y_mean = (y_sum / mass).to(y_out.dtype.element_ty)
         tl.store(y_out + place * y_channels + y_column, y_mean, mask=y_column < y_channels)
     if HAS_SIZES:
-        tl.store(sizes_out + place, size)
+        tl.store(sizes_out + place, size, mask=tl.program_id(2) == 0)
 
 
 @triton.jit

@@ -75,7 +75,7 @@ class Study(Experiment):
 
 def _known_rows(task: Task) -> dict[Setting, dict[str, Any]]:
     """What other studies have found, by setting; the plain model is not among them, as all others need its answers."""
-    known = {}
+    known: dict[Setting, dict[str, Any]] = {}
     for study in STUDIES:
         if study.name in task.results:
             pairs = zip(study.chosen(task.quick), task.results[study.name]["rows"], strict=True)

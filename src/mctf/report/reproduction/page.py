@@ -90,9 +90,10 @@ def _tally(report: Report) -> Markup:
     """How many findings are as in the paper, which also says what their marks mean."""
     judged = [finding.agrees for section in report.sections for finding in section.findings]
     agree, differ = judged.count(True), judged.count(False)
-    words = f"Of {agree + differ} findings that can be compared, {agree} are as in the paper (✓) and {differ} are not (≠)."
+    compared = f"Of {agree + differ} findings that can be compared, "
+    verdict = f"{agree} are as in the paper (✓) and {differ} are not (≠)."
     rest = " The others (•) are not in the paper." if None in judged else ""
-    return tag("p", words, rest, class_="measures")
+    return tag("p", compared, verdict, rest, class_="measures")
 
 
 def _left_out(reasons: Mapping[str, str]) -> Markup:
