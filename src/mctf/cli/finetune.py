@@ -169,7 +169,7 @@ def _summary(trainer: "Trainer") -> str:
 
 def _report(trainer: "Trainer", found: "Evaluation | None", as_json: bool) -> None:
     """The evaluation, if any, as JSON beside the weights and as a table; with --json, one object on stdout."""
-    from ..analysis.environment import versions
+    from ..analysis.environment import commit, describe_device, versions
 
     recipe = trainer.recipe
     facts = {
@@ -178,7 +178,9 @@ def _report(trainer: "Trainer", found: "Evaluation | None", as_json: bool) -> No
         "steps": trainer.step,
         "processes": trainer.processes.world,
         "recipe": recipe.decisive(),
+        "device": describe_device(trainer.processes.device),
         "versions": versions(),
+        "commit": commit(),
         "command": shlex.join(["mctf", *sys.argv[1:]]),
         "data": None if found is None else str(recipe.validation),
         "images": None if found is None else found.images,
