@@ -220,6 +220,25 @@ class TestBatchAugmentation:
         flipped = seen[..., :6].mean((1, 2, 3)) > seen[..., 6:].mean((1, 2, 3))
         assert 0.42 < flipped.float().mean() < 0.58
 
+    @pytest.mark.parametrize("in_batches", [True, False])
+    def test_crops_no_more_than_asked(self, in_batches: bool) -> None:
+        """The whole image, flipped or not, where a crop keeps all of it; less of it by default."""
+        picture = PICTURES[0].resize((24, 24))
+        stored = tensor([picture] * 20).byte()
+
+        def distances(**given: object) -> Tensor:
+            asked = options(image_size=(24, 24), **given)
+            if in_batches:
+                seen = BatchAugmentation(asked, torch.device("cpu"))(stored, generator())
+            else:
+                seen = torch.stack([make_transform(asked)(picture) for _ in range(20)])
+            levels = (seen * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]) * 255
+            both = torch.stack([levels - stored, levels - stored.flip(3)])
+            return both.abs().amax((2, 3, 4)).amin(0)
+
+        assert distances(smallest_crop=1.0).max() < 1
+        assert distances().max() > 10
+
     def test_leaves_the_stored_images_alone(self) -> None:
         stored = tensor(PICTURES).byte()
         before = stored.clone()

@@ -128,6 +128,15 @@ def test_what_decides_a_run_is_all_but_where_and_how_it_is_kept() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [("mctf", (0, 4, 8, 12, 16, 20)), ("none", (0, 4, 8, 12, 16, 20)), ("dynamic_vit", (0, 0.3)), ("a_vit", (0, 1))],
+)
+def test_the_evaluation_at_the_end_suits_the_method(method: str, expected: tuple[float, ...]) -> None:
+    objective = "cross-entropy"
+    assert read_recipe({**BASIC, "method": method, "objective": objective}).evaluate_r == expected
+
+
 def test_every_option_has_a_help_text() -> None:
     assert all(each.metadata["help"].endswith(".") for each in fields(Recipe))
 

@@ -12,8 +12,6 @@ from .preprocessing import Preprocessing, Transform
 
 RANDAUGMENT = "rand-m9-mstd0.5-inc1"
 ERASING = 0.25  # chance that an image loses a rectangle
-WEAK_SCALE = (0.6, 1.0)  # share of the area that a crop keeps
-STRONG_SCALE = (0.08, 1.0)
 
 
 def make_transform(options: FeedOptions) -> Transform:
@@ -26,7 +24,7 @@ def make_transform(options: FeedOptions) -> Transform:
     strong = options.augmentation == "strong"
     made: Any = transforms_imagenet_train(
         options.image_size,
-        scale=STRONG_SCALE if strong else WEAK_SCALE,
+        scale=options.crop_scale,
         auto_augment=RANDAUGMENT if strong else None,
         color_jitter=options.colour_jitter or None,
         force_color_jitter=True,  # else RandAugment switches it off; `create_transform` has no such option

@@ -9,7 +9,7 @@ Axes: B images, h w stored pixels, H W pixels of the result.
 import torch
 from torch import Tensor
 
-from .augmentation import ERASING, STRONG_SCALE, WEAK_SCALE
+from .augmentation import ERASING
 from .boxes import covering_size, draw_boxes, draw_crops, inside
 from .feed import FeedOptions
 from .moving import send
@@ -51,8 +51,7 @@ class BatchAugmentation:
         options, count, size = self.options, len(images), (images.shape[2], images.shape[3])
         if options.augmentation == "none":
             return self._crop_the_middle(images)
-        scale = STRONG_SCALE if options.augmentation == "strong" else WEAK_SCALE
-        boxes = draw_crops(count, size, scale=scale, generator=generator)
+        boxes = draw_crops(count, size, scale=options.crop_scale, generator=generator)
         flips = torch.rand(count, generator=generator) < 0.5
         return self._resize(images, boxes, flips, size=options.image_size)
 

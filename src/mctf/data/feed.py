@@ -15,6 +15,7 @@ Augmentation = Literal["none", "weak", "strong"]
 InMemory = Literal["auto", "yes", "no"]
 OnCorrupt = Literal["skip", "stop"]
 
+_SMALLEST_CROP = {"none": 1.0, "weak": 0.6, "strong": 0.08}
 _WORDS = {
     "augmentation": ("none", "weak", "strong"),
     "in_memory": ("auto", "yes", "no"),
@@ -55,7 +56,8 @@ class FeedOptions:
     batch: images a step of one process. image_size: height and width. mean, std: of pixels from 0 to 1.
     seed: the same in all processes.
     augmentation: "none" resizes and crops the middle; "weak" is a random crop of at least 0.6 of the area, and
-    flips; "strong" is a crop of any size, flips, RandAugment (m9, mstd 0.5, increasing) and random erasing (0.25).
+    flips; "strong" is a crop of at least 0.08, flips, RandAugment (m9, mstd 0.5, increasing) and random erasing (0.25).
+    smallest_crop: another share of the area than these.
     colour_jitter: most change of brightness, contrast and saturation, on top of "weak" or "strong".
     repeated: how often an epoch shows an image, each time augmented anew; of so many fewer images, so that epochs keep
     their length.
@@ -71,6 +73,7 @@ class FeedOptions:
     interpolation: str = "bicubic"
     seed: int = 0
     augmentation: Augmentation = "weak"
+    smallest_crop: float | None = None
     colour_jitter: float = 0.0
     repeated: int = 1
     workers: int = 0
@@ -85,9 +88,16 @@ class FeedOptions:
         for name, least in (("batch", 1), ("repeated", 1), ("workers", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise MctfError(f"{name} is {getattr(self, name)}: give {least} or more")
+        if self.smallest_crop is not None and not 0 < self.smallest_crop <= 1:
+            raise MctfError(f"smallest_crop is {self.smallest_crop}: give a share of the area, above 0 and at most 1")
         if not 0 <= self.colour_jitter < 1:
             raise MctfError(f"colour_jitter is {self.colour_jitter}: give 0 or more, below 1")
         if len(self.image_size) != 2 or min(self.image_size) < 1:
             raise MctfError(f"image_size is {self.image_size}: give height and width")
         if len(self.mean) != 3 or len(self.std) != 3:
             raise MctfError("mean and std need three numbers each, one a colour: training reads images in RGB")
+
+    @property
+    def crop_scale(self) -> tuple[float, float]:
+        """Least and most share of the area that a random crop keeps."""
+        return self.smallest_crop or _SMALLEST_CROP[self.augmentation], 1.0

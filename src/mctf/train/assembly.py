@@ -105,6 +105,7 @@ def _feed(recipe: Recipe, preprocessing: Preprocessing, processes: Processes, on
         interpolation=preprocessing.interpolation,
         seed=recipe.seed,
         augmentation=recipe.augmentation,  # type: ignore[arg-type]
+        smallest_crop=recipe.smallest_crop,
         colour_jitter=recipe.colour_jitter,
         repeated=recipe.repeated,
         workers=workers_of(recipe, processes),

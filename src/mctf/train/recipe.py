@@ -53,6 +53,9 @@ class Recipe:
     classes: Path | None = option(None, optional(existing), "TSV of index, class folder and name.")
     batch: int = option(128, whole(1), "Images a batch, in each process.")
     augmentation: str = option("strong", word("none", "weak", "strong"), "Random changes of the images.")
+    smallest_crop: float | None = option(
+        None, optional(real(0, 1, above=True)), "Least share of the area a crop keeps; by the augmentation by default."
+    )
     colour_jitter: float = option(0.0, _share, "Most change of brightness, contrast and saturation.")
     repeated: int = option(1, whole(1), "How often an epoch shows each of its images, augmented anew.")
     workers: int | None = option(None, optional(whole(0)), "Processes that read images.", decides=False)
@@ -139,7 +142,8 @@ class Recipe:
         own_r: ReductionSpec = 16 if method is None else method.default_r
         r = own_r if self.r is None else self.r
         objective = "cross-entropy" if hasattr(method, "extra_loss") else "consistency"
-        evaluate_r = (0, 4, 8, 12, 16, 20) if isinstance(own_r, int) else tuple(dict.fromkeys((0, r)))
+        counts = isinstance(own_r, int) and not (method is not None and method.adaptive)
+        evaluate_r = (0, 4, 8, 12, 16, 20) if counts else tuple(dict.fromkeys((0, r)))
         for name, value in (("r", r), ("objective", objective), ("evaluate_r", evaluate_r)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
