@@ -3,6 +3,7 @@
 The families (tests/families) know how to build and run theirs; tests ask here, by the name of a model or the model.
 """
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = [
     "METHODS",
     "NAMES",
     "PAIRS",
+    "by_pickle",
     "equal_tokens",
     "family_of",
     "make",
@@ -67,6 +69,14 @@ def make_images(model: nn.Module, batch: int, *, seed: int = 0, size: tuple[int,
     height, width = size or family_of(model).image_size(model)
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randn(batch, 3, height, width, generator=generator).to(next(model.parameters()).dtype)
+
+
+def by_pickle(model: nn.Module) -> nn.Module:
+    """The model saved whole and loaded again."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def tokens_of(model: nn.Module) -> int:

@@ -54,6 +54,19 @@ class Pieces:
         raise NotImplementedError
 
 
+class PostNormed(Pieces):
+    """A block whose norms follow attention and MLP; it goes before the pieces of its pre-norm twin."""
+
+    def read(self, x: Tensor) -> Tensor:
+        return x
+
+    def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
+        return x + self.block.norm1(self.attn.proj(context))
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        return x + self.block.norm2(self.block.mlp(x))
+
+
 def heads_of(flat: Tensor, heads: int) -> Tensor:
     """N (H d) -> H N d."""
     return flat.view(len(flat), heads, -1).transpose(0, 1)
@@ -64,6 +77,11 @@ def normed_and_gated(attn: Any, context: Tensor, read: Tensor) -> Tensor:
     context = attn.norm(context)
     gate = getattr(attn, "gate", None)
     return context if gate is None else context * torch.sigmoid(gate(read))
+
+
+def scaled(y: Tensor, gamma: Tensor | None) -> Tensor:
+    """A branch as timm's BEiT and EVA scale it, where they do."""
+    return y if gamma is None else gamma * y
 
 
 def mean_rows(table: Tensor, cover: Cover) -> Tensor:

@@ -1,3 +1,5 @@
+"""`mctf demo` as people call it: with and without weights, in words and as JSON, and what it refuses."""
+
 import json
 import subprocess
 import sys

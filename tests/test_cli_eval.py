@@ -15,7 +15,8 @@ from images import write_folder, zip_folder
 from mctf.cli.writing import write_text
 from shared_data import SHARED, needs_shared
 
-KEYS = ["r", "method", "top1", "top5", "agreement", "kl", "class_cosine", "gflops", "images_per_second", "mean_tokens"]
+KEYS = ["r", "method", "top1", "top5", "agreement", "kl", "kl_error", "class_cosine"]
+KEYS += ["gflops", "images_per_second", "mean_tokens"]
 
 
 @pytest.fixture
@@ -64,7 +65,9 @@ class TestJson:
             assert row["images_per_second"] > 0
         assert rows[0]["agreement"] == 100
         assert rows[0]["kl"] == 0
+        assert rows[0]["kl_error"] == 0
         assert rows[1]["kl"] > 0
+        assert rows[1]["kl_error"] > 0
         assert rows[1]["gflops"] < rows[0]["gflops"]
 
     def test_says_what_was_measured(self, run: Command, basic: list[object], place: Path) -> None:

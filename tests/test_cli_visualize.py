@@ -1,3 +1,5 @@
+"""`mctf visualize` as people call it: the sheet it writes, its JSON, and what it refuses."""
+
 import json
 from pathlib import Path
 

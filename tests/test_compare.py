@@ -19,6 +19,7 @@ from mctf import MctfError
 from mctf.analysis.budget import Ladder, find_ladder
 from mctf.analysis.contest import CONTROL, FREE, LEARNED, Entrant, Outcome, Standing, enter, kind_of, verdicts
 from mctf.analysis.evaluate import Row, Setting
+from mctf.analysis.fidelity import Scores
 from mctf.analysis.measured import mean_tokens
 from mctf.learned import keep_aside, whole_state
 from mctf.methods import make_method
@@ -153,10 +154,15 @@ class TestEnter:
         assert "name a cost from" in refusals[1].reason
 
 
-def standing(method: str, kl: float | None, *, kind: str = FREE, target: float | None = 0.7, **more: Any) -> Standing:
+def standing(
+    method: str, kl: float | None, *, kind: str = FREE, target: float | None = 0.7, apart: float = 0.0, **more: Any
+) -> Standing:
+    """apart: what the KL of two images lies above and below the mean."""
     measured = {"top1": 50.0, "top5": 90.0, "agreement": 90.0, "class_cosine": 0.9, "gflops": target or 1.0, **more}
-    row = Row(r=16, method=method, kl=kl, images_per_second=1.0, **measured)
-    return Standing(Entrant(Setting(method), target, kind, untrained=False), row)
+    row = Row(r=16, method=method, kl=kl, kl_error=apart, images_per_second=1.0, **measured)
+    each = None if kl is None else torch.tensor([kl - apart, kl + apart])
+    scores = Scores(None, None, None, each, torch.full((2,), row.class_cosine))
+    return Standing(Entrant(Setting(method), target, kind, untrained=False), row, scores)
 
 
 class TestVerdicts:
@@ -173,6 +179,17 @@ class TestVerdicts:
         assert "mctf does not keep the lowest KL" in found[1]
         assert "evit has KL 0.15, 25% less than mctf with KL 0.2" in found[1]
         assert "mctf_exact, its variant, has KL 0.1" in found[1]
+
+    def test_what_these_images_do_not_tell_apart_is_not_ranked(self) -> None:
+        close = [standing("mctf", 0.2), standing("evit", 0.15, apart=0.03), standing("tome", 0.9)]
+        assert verdicts(close)[1] == (
+            "mctf and evit, the best other of the parameter-free methods, are too close to call on these images: "
+            "KL 0.2 and KL 0.15, 0.0500 ± 0.0300 apart"
+        )
+        told = [standing("mctf", 0.2), standing("evit", 0.15, apart=0.02), standing("tome", 0.9)]
+        assert "evit has KL 0.15" in verdicts(told)[1]
+        same_images = [standing("mctf", 0.2, apart=0.1), standing("evit", 0.15, apart=0.09)]
+        assert "evit has KL 0.15" in verdicts(same_images)[1]  # both find the second image as much harder
 
     def test_learned_ones_controls_and_own_costs_are_no_rivals(self) -> None:
         rows = [

@@ -1,3 +1,5 @@
+"""Timing of several ways in turn: who runs when, and what medians and spreads say."""
+
 import time
 
 import pytest

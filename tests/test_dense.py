@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import mctf
 from families.hf import MLP, SIZES, build
 from models import METHODS, NAMES, PAIRS, family_of, make, make_images, tokens_of
-from test_errors import assert_refused
+from refusals import assert_refused
 from test_flops import EXACT, counted
 
 every_method = pytest.mark.parametrize("method", mctf.methods())

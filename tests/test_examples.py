@@ -12,7 +12,7 @@ import mctf
 import mctf.hosts
 from families.own import EXAMPLES
 from models import METHODS, make, make_images, run
-from test_errors import assert_refused
+from refusals import assert_refused
 from test_flops import EXACT, counted
 from test_reference import assert_as_reference
 

@@ -1,3 +1,5 @@
+"""Pictures of a fused model: every panel shows its own image after its own block."""
+
 import numpy as np
 import pytest
 import torch

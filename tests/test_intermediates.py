@@ -39,16 +39,19 @@ def tensors(result: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors(part)]
 
 
+def features(model: nn.Module, images: Tensor) -> list[list[Tensor]]:
+    """The tensors that each request to the model is answered with."""
+    return [tensors(model.forward_intermediates(images, **request)) for request in requests_to(model)]
+
+
 @every_pair
 @torch.no_grad()
 def test_nothing_fused_changes_no_feature(name: str, method: str) -> None:
     model = make(name)
     images = make_images(model, 2)
-    requests = requests_to(model)
-    plain = [tensors(model.forward_intermediates(images, **request)) for request in requests]
+    plain = features(model, images)
     mctf.fuse(model, method, r=0)
-    for request, expected in zip(requests, plain, strict=True):
-        found = tensors(model.forward_intermediates(images, **request))
+    for found, expected in zip(features(model, images), plain, strict=True):
         assert len(found) == len(expected)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -58,11 +61,9 @@ def test_nothing_fused_changes_no_feature(name: str, method: str) -> None:
 def test_features_keep_their_shapes(name: str, method: str) -> None:
     model = make(name)
     images = make_images(model, 2)
-    requests = requests_to(model)
-    plain = [tensors(model.forward_intermediates(images, **request)) for request in requests]
+    plain = features(model, images)
     mctf.fuse(model, method, r=8)
-    for request, expected in zip(requests, plain, strict=True):
-        found = tensors(model.forward_intermediates(images, **request))
+    for found, expected in zip(features(model, images), plain, strict=True):
         assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
         assert all(tensor.isfinite().all() for tensor in found)
 

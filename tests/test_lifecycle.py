@@ -1,7 +1,6 @@
 """A fused model keeps its identity: taken back, saved, copied, shared by threads, with another r."""
 
 import copy
-import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 import mctf
-from models import METHODS, PAIRS, family_of, make, make_images, run
+from models import METHODS, PAIRS, by_pickle, family_of, make, make_images, run
 
 every_pair = pytest.mark.parametrize(("name", "method"), PAIRS)
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -79,13 +78,6 @@ def test_state_dict_is_the_plain_one(name: str, method: str) -> None:
 
 def by_deepcopy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
-
-
-def by_pickle(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("duplicate", [by_deepcopy, by_pickle])

@@ -41,24 +41,24 @@ def expected_groups(match: object, scores: Tensor, r: int, protected: int) -> li
     return [set(members) for members in WAYS[match](score, tokens, r, protected)]
 
 
+def assert_as_loops_find(match, scores: Tensor, r: int, protected: int) -> None:
+    assignment = match(scores, r, protected=protected)
+    for image in range(2):
+        assert as_groups(assignment, image) == expected_groups(match, scores[image], r, protected)
+
+
 @every_way
 @many
 @given(case=cases(values=10**9))
 def test_matching_is_what_loops_find(match, case: tuple[Tensor, int, int]) -> None:
-    scores, r, protected = case
-    assignment = match(scores, r, protected=protected)
-    for image in range(2):
-        assert as_groups(assignment, image) == expected_groups(match, scores[image], r, protected)
+    assert_as_loops_find(match, *case)
 
 
 @every_way
 @many
 @given(case=cases(values=3))
 def test_ties_go_to_the_first(match, case: tuple[Tensor, int, int]) -> None:
-    scores, r, protected = case
-    assignment = match(scores, r, protected=protected)
-    for image in range(2):
-        assert as_groups(assignment, image) == expected_groups(match, scores[image], r, protected)
+    assert_as_loops_find(match, *case)
 
 
 @every_way

@@ -1,3 +1,5 @@
+"""The picture of one image whose patches were fused, and sheets of such pictures."""
+
 from pathlib import Path
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Pretrained weights from cache or hub, and one quick error where neither has them."""
+
 import socket
 import threading
 import time

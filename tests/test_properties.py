@@ -1,5 +1,6 @@
 """What holds for every method on every model: nothing fused changes nothing, no token is lost, images are apart."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mctf
+from methods.naive import assert_r_0_is_plain
 from models import DEPTH, METHODS, NAMES, PAIRS, equal_tokens, family_of, make, make_images, run, tokens_of
 
 entries = st.one_of(st.integers(0, 40), st.floats(0, 0.6))
@@ -23,12 +25,7 @@ every_method = pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
 def test_r_0_is_the_plain_model_bit_for_bit(name: str, method: str) -> None:
     model = make(name)
-    images = make_images(model, 2)
-    plain = run(model, images)
-    for nothing in (0, 0.0, [0] * DEPTH):
-        mctf.fuse(model, method, r=nothing)
-        assert torch.equal(run(model, images), plain)
-        assert torch.equal(run(mctf.unfuse(model), images), plain)
+    assert_r_0_is_plain(model, make_images(model, 2), method)
 
 
 def assert_nothing_lost(model: nn.Module, trace: mctf.Trace, tokens: int) -> None:
@@ -165,13 +162,17 @@ def test_a_head_changed_while_fused_gets_what_it_reads(method: str) -> None:
     assert model(make_images(model, 1)).shape == (1, 5)
 
 
-@pytest.mark.parametrize("method", ["mctf", "mctf_exact"])
+# ToMe looks at no map, but heads that talk to each other make one for every method
+LOOKS = [*product(("registers", "cait", "beit"), ("mctf", "mctf_exact")), ("cait", "tome")]
+
+
+@pytest.mark.parametrize(("name", "method"), LOOKS)
 @torch.no_grad()
-def test_large_batches_are_looked_at_piece_by_piece(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make("registers").double()
+def test_large_batches_are_looked_at_piece_by_piece(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(name).double()
     images = make_images(model, 5)
     mctf.fuse(model, method, r=12)
     at_once = model(images)
-    for piece in (1, 2 * 3 * 69 * 69):  # one image, two images
+    for piece in (1, 2 * 3 * tokens_of(model) ** 2):  # one image, two images
         monkeypatch.setattr("mctf.core.attention._CPU_PIECE", piece)
         torch.testing.assert_close(model(images), at_once, atol=1e-9, rtol=1e-9)

@@ -48,6 +48,20 @@ def test_every_iteration_is_a_run_of_its_own() -> None:
     assert torch.equal(second, alone[1])
 
 
+def test_what_a_caller_does_to_the_tokens_between_two_blocks_counts() -> None:
+    model = mctf.fuse(make("plain"), r=8)
+
+    def changed_on_the_way() -> Tensor:
+        tokens = draw_tokens()
+        for block in model.blocks:
+            tokens = 2 * block(tokens)
+        return tokens
+
+    with torch.no_grad():
+        without_gradient = changed_on_the_way()  # where a block goes on with the fused tokens of the one before it
+    assert torch.equal(without_gradient, changed_on_the_way().detach())
+
+
 def test_an_index_gives_the_block_itself() -> None:
     model = make("plain")
     blocks = list(model.blocks)

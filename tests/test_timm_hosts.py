@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import mctf
 from families.timm_eva import rope_of_runs
 from models import CHOSEN, METHODS, equal_tokens, family_of, make, make_images, names_of
-from test_errors import assert_refused
+from refusals import assert_refused
 
 TIMM = [name for name in CHOSEN if name in names_of(lambda family: family.timm)]
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -129,19 +129,6 @@ def test_tokens_that_heads_weigh_below_zero_are_fused_first() -> None:
     informative = trace.blocks[1].informativeness
     assert informative.min() == 0
     assert logits.isfinite().all()
-
-
-@every_method
-@pytest.mark.parametrize("name", ["cait", "beit"])
-@torch.no_grad()
-def test_big_maps_are_made_piece_by_piece(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make(name).double()
-    images = make_images(model, 5)
-    mctf.fuse(model, method, r=12)
-    at_once = model(images)
-    for piece in (1, 2 * 3 * 64 * 64):  # one image, two images
-        monkeypatch.setattr("mctf.core.attention._CPU_PIECE", piece)
-        torch.testing.assert_close(model(images), at_once, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["eva02", "eva_rope_mixed", "beit", "beit_shared", "relpos", "naflex_rope", "cait"])

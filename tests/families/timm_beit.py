@@ -8,7 +8,7 @@ import torch
 from timm.models.beit import Beit
 from torch import Tensor, nn
 
-from reference_blocks import Cover, Pieces, heads_of, mean_pairs
+from reference_blocks import Cover, Pieces, heads_of, mean_pairs, scaled
 
 from .base import CLASSES, Family, asked_for, places_of_runs
 from .timm_vit import SIZES
@@ -88,9 +88,7 @@ class PreNorm(Pieces):
         return mean_pairs(every, cover) if isinstance(every, Tensor) else 0.0
 
     def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
-        y = self.attn.proj(context)
-        return x + (y if self.block.gamma_1 is None else self.block.gamma_1 * y)
+        return x + scaled(self.attn.proj(context), self.block.gamma_1)
 
     def add_mlp(self, x: Tensor) -> Tensor:
-        y = self.block.mlp(self.block.norm2(x))
-        return x + (y if self.block.gamma_2 is None else self.block.gamma_2 * y)
+        return x + scaled(self.block.mlp(self.block.norm2(x)), self.block.gamma_2)

@@ -9,7 +9,7 @@ import torch
 from timm.models.eva import Eva, EvaAttention, EvaBlockPostNorm
 from torch import Tensor, nn
 
-from reference_blocks import Cover, Pieces, heads_of, mean_rows, normed_and_gated
+from reference_blocks import Cover, Pieces, PostNormed, heads_of, mean_rows, normed_and_gated, scaled
 
 from .base import CLASSES, Family
 from .timm_vit import SIZES
@@ -155,22 +155,11 @@ class PreNorm(Pieces):
         return normed_and_gated(self.attn, context, read)
 
     def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
-        y = self.attn.proj(context)
-        return x + (y if self.block.gamma_1 is None else self.block.gamma_1 * y)
+        return x + scaled(self.attn.proj(context), self.block.gamma_1)
 
     def add_mlp(self, x: Tensor) -> Tensor:
-        y = self.block.mlp(self.block.norm2(x))
-        return x + (y if self.block.gamma_2 is None else self.block.gamma_2 * y)
+        return x + scaled(self.block.mlp(self.block.norm2(x)), self.block.gamma_2)
 
 
-class PostNorm(PreNorm):
+class PostNorm(PostNormed, PreNorm):
     """EvaBlockPostNorm."""
-
-    def read(self, x: Tensor) -> Tensor:
-        return x
-
-    def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
-        return x + self.block.norm1(self.attn.proj(context))
-
-    def add_mlp(self, x: Tensor) -> Tensor:
-        return x + self.block.norm2(self.block.mlp(x))

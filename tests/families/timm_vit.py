@@ -10,7 +10,7 @@ from timm.models.vision_transformer import ResPostBlock, VisionTransformer
 from timm.models.vitamin import GeGluMlp, MbConvStages, VitCfg
 from torch import Tensor, nn
 
-from reference_blocks import Cover, Pieces, heads_of, normed_and_gated
+from reference_blocks import Cover, Pieces, PostNormed, heads_of, normed_and_gated
 
 from .base import CLASSES, DEPTH, Family
 
@@ -97,14 +97,5 @@ class PreNorm(Pieces):
         return x + self.block.ls2(self.block.mlp(self.block.norm2(x)))
 
 
-class PostNorm(PreNorm):
+class PostNorm(PostNormed, PreNorm):
     """timm's ResPostBlock."""
-
-    def read(self, x: Tensor) -> Tensor:
-        return x
-
-    def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
-        return x + self.block.norm1(self.attn.proj(context))
-
-    def add_mlp(self, x: Tensor) -> Tensor:
-        return x + self.block.norm2(self.block.mlp(x))

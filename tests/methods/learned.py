@@ -1,6 +1,7 @@
 """Learned methods for tests: layers of known values, and a look at what they say while the model runs."""
 
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 import mctf
 from mctf.learned import UntrainedWarning, keep_aside, split_state
+from methods.naive import NaiveBlock, assert_as_naive
+from models import make, make_images
 
 
 def teach(model: nn.Module, method: str, r: Any, *, seed: int = 0, **options: Any) -> dict[str, Tensor]:
@@ -28,6 +31,25 @@ def teach(model: nn.Module, method: str, r: Any, *, seed: int = 0, **options: An
     mctf.unfuse(model)
     keep_aside(model, layers)
     return layers
+
+
+def taught_model(name: str, method: str, r: Any, **features: Any) -> Any:
+    """A fused model in float64 whose layers have values that matter."""
+    model = make(name, **features).double()
+    teach(model, method, r)
+    return mctf.fuse(model, method, r=r)
+
+
+def assert_as_taught_or_refused(
+    name: str, naive: Callable[[dict[str, Tensor]], NaiveBlock], *, method: str, schedule: Sequence[float]
+) -> None:
+    """The model of this name runs as `naive` does with the same layers, or is refused where heads talk (CaiT)."""
+    model = make(name).double()
+    if name.startswith("cait"):
+        assert_refused_for_talking_heads(model, method)
+        return
+    block = naive(teach(model, method, list(schedule)))
+    assert_as_naive(model, make_images(model, 2), block, method=method, schedule=schedule, with_sizes=False)
 
 
 def assert_refused_for_talking_heads(model: nn.Module, method: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import mctf
 import reference
 from families import DEPTH
-from models import family_of, run
+from models import family_of, make, make_images, run
 from reference import Groups, Options, Tokens
 from reference_blocks import Pieces
 
@@ -88,6 +88,15 @@ def assert_as_naive(
         final = family.finish(model, (slow.tokens[where] if family.keeps_every_token(model) else slow.tokens)[None])
         torch.testing.assert_close(features[image], final[0], atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(output[image], family.head(model, final)[0], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def assert_as_naive_or_refused(name: str, block: NaiveBlock, *, method: str, schedule: Sequence[float]) -> None:
+    """A method that reads the class token runs the model of this name as naively, or refuses it for want of one."""
+    model = make(name).double()
+    if family_of(model).prefix(model) > 0:
+        assert_as_naive(model, make_images(model, 2), block, method=method, schedule=schedule)
+    else:
+        assert_refused_for_want_of_a_class_token(model, method)
 
 
 def plain_block(block: Pieces, tokens: Tokens) -> tuple[Tokens, Groups]:

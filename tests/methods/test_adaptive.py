@@ -1,7 +1,6 @@
 """What holds for every method under which each image decides how many tokens remain."""
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch._dynamo.exc import Unsupported
 import mctf
 from mctf.analysis.measured import mean_tokens
 from methods.naive import assert_images_do_not_meet, assert_r_0_is_plain
-from models import family_of, make, make_images, run, tokens_of
+from models import by_pickle, family_of, make, make_images, run, tokens_of
 from test_flops import EXACT, counted
 
 pytestmark = pytest.mark.filterwarnings("ignore::mctf.learned.UntrainedWarning")
@@ -92,10 +91,7 @@ def test_copies_and_files_give_the_same(method: str, options: dict[str, Any]) ->
     model = fused(make("registers"), method, options)
     images = make_images(model, 2)
     expected = run(model, images)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(model), by_pickle(model)):
         assert torch.equal(run(other, images), expected)
         for parameter in other.parameters():
             parameter.zero_()

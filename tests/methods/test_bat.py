@@ -15,12 +15,12 @@ from methods.naive import (
     NaiveBlock,
     NaiveTurn,
     assert_as_naive,
-    assert_refused_for_want_of_a_class_token,
+    assert_as_naive_or_refused,
     attended,
     by_falling,
     plain_block,
 )
-from models import NAMES, family_of, make, make_images
+from models import NAMES, make, make_images
 from reference import Groups, Tokens, cosine
 from reference_blocks import Pieces
 
@@ -89,12 +89,7 @@ def density_peaks(x: Tensor, tokens: list[int], clusters: int, neighbours: int) 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_every_model_is_as_described_or_refused(name: str) -> None:
-    model = make(name).double()
-    images = make_images(model, 2)
-    if family_of(model).prefix(model) > 0:
-        assert_as_naive(model, images, naive_bat(), method="bat", schedule=SCHEDULE)
-    else:
-        assert_refused_for_want_of_a_class_token(model, "bat")
+    assert_as_naive_or_refused(name, naive_bat(), method="bat", schedule=SCHEDULE)
 
 
 OPTIONS: list[dict[str, Any]] = [

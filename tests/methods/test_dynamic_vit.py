@@ -10,7 +10,7 @@ import mctf
 import reference
 from mctf import MctfError
 from methods.dropping import dropped
-from methods.learned import assert_refused_for_talking_heads, gelu, layer_norm, linear, perceptron, teach
+from methods.learned import assert_as_taught_or_refused, gelu, layer_norm, linear, perceptron, teach
 from methods.naive import PLAIN, NaiveBlock, NaiveTurn, assert_as_naive, by_falling, plain_block
 from models import NAMES, make, make_images
 from reference import Groups, Tokens
@@ -49,14 +49,7 @@ def naive_dynamic_vit(layers: dict[str, Tensor]) -> NaiveBlock:
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_every_model_is_as_described_or_refused(name: str) -> None:
-    model = make(name).double()
-    if name.startswith("cait"):
-        assert_refused_for_talking_heads(model, "dynamic_vit")
-        return
-    layers = teach(model, "dynamic_vit", SCHEDULE)
-    images = make_images(model, 2)
-    block = naive_dynamic_vit(layers)
-    assert_as_naive(model, images, block, method="dynamic_vit", schedule=SCHEDULE, with_sizes=False)
+    assert_as_taught_or_refused(name, naive_dynamic_vit, method="dynamic_vit", schedule=SCHEDULE)
 
 
 @torch.no_grad()

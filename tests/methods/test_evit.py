@@ -12,12 +12,12 @@ from methods.naive import (
     NaiveBlock,
     NaiveTurn,
     assert_as_naive,
-    assert_refused_for_want_of_a_class_token,
+    assert_as_naive_or_refused,
     attended,
     by_falling,
     plain_block,
 )
-from models import NAMES, family_of, make, make_images
+from models import NAMES, make, make_images
 from reference import Groups, Tokens
 from reference_blocks import Pieces
 
@@ -56,12 +56,7 @@ def naive_evit(*, fuse: bool) -> NaiveBlock:
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_every_model_is_as_described_or_refused(name: str) -> None:
-    model = make(name).double()
-    images = make_images(model, 2)
-    if family_of(model).prefix(model) > 0:
-        assert_as_naive(model, images, naive_evit(fuse=True), method="evit", schedule=SCHEDULE)
-    else:
-        assert_refused_for_want_of_a_class_token(model, "evit")
+    assert_as_naive_or_refused(name, naive_evit(fuse=True), method="evit", schedule=SCHEDULE)
 
 
 @pytest.mark.parametrize("name", ["plain", "registers", "eva02"])

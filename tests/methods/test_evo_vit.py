@@ -1,7 +1,6 @@
 """Evo-ViT against its description, one image at a time, and its published costs."""
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -15,14 +14,14 @@ from methods.naive import (
     NaiveBlock,
     NaiveTurn,
     assert_as_naive,
+    assert_as_naive_or_refused,
     assert_images_do_not_meet,
     assert_r_0_is_plain,
-    assert_refused_for_want_of_a_class_token,
     attended,
     by_falling,
     run_naive,
 )
-from models import NAMES, family_of, make, make_images, run, tokens_of
+from models import NAMES, by_pickle, family_of, make, make_images, run, tokens_of
 from reference import Groups, Tokens
 from reference_blocks import Pieces
 from test_flops import EXACT, counted
@@ -64,12 +63,7 @@ def naive_evo_vit(stages: tuple[int, ...]) -> NaiveBlock:
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_every_model_is_as_described_or_refused(name: str) -> None:
-    model = make(name).double()
-    images = make_images(model, 2)
-    if family_of(model).prefix(model) > 0:
-        assert_as_naive(model, images, naive_evo_vit((1, 3)), method="evo_vit", schedule=SCHEDULE)
-    else:
-        assert_refused_for_want_of_a_class_token(model, "evo_vit")
+    assert_as_naive_or_refused(name, naive_evo_vit((1, 3)), method="evo_vit", schedule=SCHEDULE)
 
 
 @pytest.mark.parametrize("schedule", [[0, 20, 30, 0.25], [0, 0.9, 0, 0.5], [0, 0, 1000, 1]], ids=str)
@@ -124,10 +118,7 @@ def test_what_holds_for_every_method(name: str) -> None:
     assert trace.token_counts == plan.token_counts == [tokens_of(model)] * 4
     assert plan.gflops < plan.gflops_base
     assert counted(model, images) == pytest.approx(plan.gflops_run, rel=EXACT)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for twin in (copy.deepcopy(model), by_pickle(model)):
         assert torch.equal(run(twin, images), fused)
     assert_images_do_not_meet(model.double(), images.double())
 

@@ -1,7 +1,6 @@
 """What holds for every method without parameters that takes the same number of tokens from each image."""
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 import mctf
 from methods.naive import assert_images_do_not_meet, assert_r_0_is_plain
-from models import family_of, make, make_images, run, tokens_of
+from models import by_pickle, family_of, make, make_images, run, tokens_of
 from test_flops import EXACT, counted
 
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -97,10 +96,7 @@ def test_copies_are_independent_and_unfuse_restores(method: str, options: dict[s
     fused = run(model, images)
     assert not torch.allclose(fused, plain, atol=1e-3)
     assert list(model.state_dict()) == keys
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for twin in (copy.deepcopy(model), by_pickle(model)):
         assert torch.equal(run(twin, images), fused)
         assert torch.equal(run(mctf.unfuse(twin), images), plain)
     assert torch.equal(run(model, images), fused)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import mctf
 import reference
-from methods.learned import assert_refused_for_talking_heads, gelu, layer_norm, linear, perceptron, teach
+from methods.learned import assert_as_taught_or_refused, gelu, layer_norm, linear, perceptron, teach
 from methods.naive import PLAIN, NaiveBlock, NaiveTurn, assert_as_naive, by_falling, plain_block
 from models import NAMES, make, make_images
 from reference import Groups, Tokens
@@ -42,7 +42,9 @@ def keep_probabilities(layers: dict[str, Tensor], block: int, patches: Tensor, h
     return probabilities
 
 
-def naive_spvit(layers: dict[str, Tensor], heads: int) -> NaiveBlock:
+def naive_spvit(layers: dict[str, Tensor]) -> NaiveBlock:
+    heads = layers["token_reduction.1.weigh.0.weight"].shape[1]
+
     def block(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
         if turn.entry == 0:
             return plain_block(pieces, tokens)
@@ -67,20 +69,13 @@ def naive_spvit(layers: dict[str, Tensor], heads: int) -> NaiveBlock:
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_every_model_is_as_described_or_refused(name: str) -> None:
-    model = make(name).double()
-    if name.startswith("cait"):
-        assert_refused_for_talking_heads(model, "spvit")
-        return
-    layers = teach(model, "spvit", SCHEDULE)
-    block = naive_spvit(layers, layers["token_reduction.1.weigh.0.weight"].shape[1])
-    images = make_images(model, 2)
-    assert_as_naive(model, images, block, method="spvit", schedule=SCHEDULE, with_sizes=False)
+    assert_as_taught_or_refused(name, naive_spvit, method="spvit", schedule=SCHEDULE)
 
 
 @torch.no_grad()
 def test_an_unweighted_package_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("plain").double()
-    block = naive_spvit(teach(model, "spvit", SCHEDULE), 3)
+    block = naive_spvit(teach(model, "spvit", SCHEDULE))
     pool = reference.pool
     monkeypatch.setattr(reference, "pool", lambda x, groups, weights, how: pool(x, groups, [1.0] * len(x), how))
     with pytest.raises(AssertionError):

@@ -44,6 +44,8 @@ def test_cosines_are_those_of_the_tokens_after_each_block(tmp_path, subject) -> 
         assert found["cosine"][criteria] == pytest.approx(expected, abs=1e-5)
         assert found["cosine"][criteria][0] == pytest.approx(1)
         assert found["cosine"][criteria][-1] < 0.999
+        last = F.cosine_similarity(fused[-1], plain[-1]).tolist()
+        assert found["last"][criteria] == pytest.approx(last, abs=1e-5)
 
 
 def test_the_model_is_left_unfused(tmp_path, subject) -> None:

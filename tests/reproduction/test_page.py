@@ -1,10 +1,12 @@
 """The page as a document: complete in itself, labelled, and never mixing what was measured with what was printed."""
 
+import copy
 import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,13 +154,21 @@ def test_pictures_are_those_of_the_results(known) -> None:
     assert all((folder / "pictures" / file).is_file() for file in [*files, *strips])
 
 
+def without_images(result: dict[str, Any]) -> dict[str, Any]:
+    """What a study keeps of single images is in its file of results alone."""
+    short = copy.deepcopy(result)
+    for row in (short["base"], *short["rows"]) if "base" in short else ():
+        assert len(row.pop("by_image")["kl"]) == short["images"]
+    return short
+
+
 def test_markdown_and_json_say_the_same(report: Path, known) -> None:
     folder, records = known
     markdown = (report / "report.md").read_text(encoding="utf-8")
     facts = json.loads((report / "report.json").read_text(encoding="utf-8"))
     assert list(facts["experiments"]) == [each.name for each in EXPERIMENTS]
     for name, found in facts["experiments"].items():
-        assert found["result"] == json.loads(json.dumps(records[name].result))
+        assert found["result"] == json.loads(json.dumps(without_images(records[name].result)))
         assert all(finding["text"] in markdown for finding in found["findings"])
     for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", markdown):
         assert (folder / link).is_file()
@@ -168,7 +178,7 @@ def test_markdown_and_json_say_the_same(report: Path, known) -> None:
 
 def test_findings_are_counted_by_what_the_paper_says(tmp_path: Path, known) -> None:
     folder, records = known
-    other = {"images": 1, "r": 16, "sizes": {"with_size": [9], "without_size": [5]}}
+    other = {"images": 2, "r": 16, "sizes": {"with_size": [9, 8], "without_size": [5, 4]}}
     found = {
         "costs_by_r": records["costs_by_r"],
         "largest_token": replace(records["largest_token"], result=other),
@@ -176,11 +186,33 @@ def test_findings_are_counted_by_what_the_paper_says(tmp_path: Path, known) -> N
     }
     publish(tmp_path, {"costs_by_r": found["costs_by_r"]}, facts={}, left_out={})
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert "Of 1 findings that can be compared, 1 are as in the paper (✓) and 0 are not (≠).</p>" in page
+    assert counted(page).startswith(
+        "Of 1 findings that can be compared, 1 are as in the paper (✓), 0 are not (≠) and 0"
+    )
+    assert counted(page).endswith("a difference counts from two standard errors (±) on.")
     (tmp_path / "pictures").symlink_to(folder / "pictures")
     publish(tmp_path, found, facts={}, left_out={})
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert "Of 2 findings that can be compared, 1 are as in the paper (✓) and 1 are not (≠). The others (•)" in page
+    words = "1 are as in the paper (✓), 1 are not (≠) and 0 are too close to call on these images (≈): "
+    assert f"Of 2 findings that can be compared, {words}" in counted(page)
+    assert counted(page).endswith("The others (•) are not in the paper.")
+    other["sizes"] = {"with_size": [9, 1], "without_size": [5, 6]}
+    publish(tmp_path, found, facts={}, left_out={})
+    page, markdown = ((tmp_path / name).read_text(encoding="utf-8") for name in ("index.html", "report.md"))
+    words = "Of 2 findings that can be compared, 1 are as in the paper (✓), 0 are not (≠) and 1 are too close to call"
+    assert counted(page).startswith(words)
+    assert counted(page) in markdown
+    assert '<li class="close"><span class="mark" aria-hidden="true">≈</span>' in page
+    assert "Too close to call on these images: </span>With the size criterion" in page
+    assert "0.5\u00a0±\u00a04.5 patches" in page
+    assert "0.5 ± 4.5 patches smaller: 5.0 against 5.5. (too close to call on these images)" in markdown
+    facts = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert [each["verdict"] for each in facts["experiments"]["largest_token"]["findings"]] == ["close"]
+
+
+def counted(page: str) -> str:
+    """The sentence that counts the findings."""
+    return re.findall(r"<p class=\"measures\">(Of [^<]*)</p>", page)[0]
 
 
 def test_what_is_left_out_is_said(tmp_path: Path, known) -> None:

@@ -23,6 +23,7 @@ class Counting(Experiment):
     needs_images: bool = True
     fails: bool = False
     reason: str | None = None
+    form: int = 1
     runs: list[int] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
 
@@ -130,6 +131,26 @@ def test_what_a_model_is_not_suited_for_is_left_out_with_the_reason(bench) -> No
     found, work = bench.run()
     assert work.left_out == {"three": "it is too small"}
     assert sorted(found) == ["one", "two"]
+
+
+def test_results_that_lack_what_is_read_are_refused_and_measured_again_on_demand(bench) -> None:
+    bench.run()
+    path = bench.folder / "results" / "two.json"
+    record = json.loads(path.read_text())
+    assert record.pop("form") == 1
+    path.write_text(json.dumps(record))
+    bench.run()  # a file that does not say has the first form
+    assert bench.runs == [1, 1, 1]
+    bench.experiments[1].form = 2
+    for subject in (True, False):
+        with pytest.raises(MctfError, match=r"results of another version of mctf \(two lacks .* anew with --again"):
+            bench.run(subject=subject)
+    found, _ = bench.run(wanted=[2], again=True)
+    assert sorted(found) == ["one", "three"]
+    bench.run(wanted=[1], again=True)
+    assert bench.runs == [1, 2, 2]
+    assert json.loads(path.read_text())["form"] == 2
+    assert sorted(bench.run()[0]) == ["one", "three", "two"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"experiment": "one"}'])

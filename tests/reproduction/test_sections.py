@@ -8,8 +8,9 @@ import pytest
 from mctf.analysis.reproduction import paper, studies
 from mctf.analysis.reproduction.records import Record
 from mctf.report.reproduction.catalogue import sections
-from mctf.report.reproduction.content import Chart, Finding, Section
-from mctf.report.reproduction.study_parts import lower_at_equal_cost
+from mctf.report.reproduction.content import Chart, Finding, Section, Verdict
+
+AGREES, DIFFERS, CLOSE, OPEN = Verdict.AGREES, Verdict.DIFFERS, Verdict.CLOSE, Verdict.OPEN
 
 
 @pytest.fixture
@@ -22,68 +23,122 @@ def section(name: str, result: Any) -> Section:
     return made
 
 
-def verdicts(name: str, result: Any) -> list[bool | None]:
-    return [finding.agrees for finding in section(name, result).findings]
+def verdicts(name: str, result: Any) -> list[Verdict]:
+    return [finding.verdict for finding in section(name, result).findings]
 
 
-def set_kl(result: Any, values: dict[tuple[str, str], float]) -> Any:
-    """KL by group and label; 0.5 for all others."""
+def set_kl(
+    result: Any, values: dict[tuple[str, str], float], *, apart: dict[tuple[str, str], float] | None = None
+) -> Any:
+    """KL by group and label; 0.5 for all others. apart: by how much two images differ from it, as far as they do."""
     for row in result["rows"]:
-        row["kl"] = values.get((row["group"], row["label"]), 0.5)
+        place = (row["group"], row["label"])
+        row["kl"], off = values.get(place, 0.5), (apart or {}).get(place, 0.0)
+        row["by_image"] = {"kl": [row["kl"] - off, row["kl"] + off], "top1": None}
     return result
 
 
 def test_costs_agree_or_are_named(results) -> None:
-    assert verdicts("costs_methods", results["costs_methods"]) == [True]
+    assert verdicts("costs_methods", results["costs_methods"]) == [AGREES]
     results["costs_methods"]["rows"][0]["counted"]["gflops"] = 2.0
     (finding,) = section("costs_methods", results["costs_methods"]).findings
-    assert finding.agrees is False
+    assert finding.verdict is DIFFERS
     assert "not DeiT-T (2.00)" in finding.text
-    assert verdicts("costs_by_r", results["costs_by_r"]) == [True]
+    assert verdicts("costs_by_r", results["costs_by_r"]) == [AGREES]
     results["costs_by_r"]["gflops"]["lv_vit_s"][3] += 1
     (finding,) = section("costs_by_r", results["costs_by_r"]).findings
-    assert finding == Finding("146 of 147 figures come out to 0.02 GFLOPs; not LV-ViT-S r = 3 (Table E).", False)
+    assert finding == Finding("146 of 147 figures come out to 0.02 GFLOPs; not LV-ViT-S r = 3 (Table E).", DIFFERS)
 
 
 def test_mctf_beats_tome_or_not(results) -> None:
     low = {("mctf", label): 0.1 for label in ("8", "16", "20")}
-    assert verdicts("off_the_shelf", set_kl(results["off_the_shelf"], low)) == [True, True]
-    assert verdicts("off_the_shelf", set_kl(results["off_the_shelf"], low | {("tome", "16"): 0.05}))[0] is False
+    assert verdicts("off_the_shelf", set_kl(results["off_the_shelf"], low)) == [AGREES, AGREES]
+    assert verdicts("off_the_shelf", set_kl(results["off_the_shelf"], low | {("tome", "16"): 0.05}))[0] is DIFFERS
     lower = {("tome", label): 0.05 for label in ("8", "16", "20")}
-    assert verdicts("off_the_shelf", set_kl(results["off_the_shelf"], low | lower)) == [False, False]
+    assert verdicts("off_the_shelf", set_kl(results["off_the_shelf"], low | lower)) == [DIFFERS, DIFFERS]
 
 
-def test_equal_cost_is_read_between_the_points() -> None:
-    worse = [{"gflops": 1.0, "kl": 0.1}, {"gflops": 2.0, "kl": 0.001}]
-    assert lower_at_equal_cost([{"gflops": 1.5, "kl": 0.009}], worse) is True
-    assert lower_at_equal_cost([{"gflops": 1.5, "kl": 0.011}], worse) is False  # though below the straight line
-    assert lower_at_equal_cost([{"gflops": 2.5, "kl": 0.011}], worse) is None
+def test_one_r_that_is_too_close_leaves_every_r_open_and_is_named(results) -> None:
+    low = {("mctf", label): 0.1 for label in ("8", "16", "20")}
+    result = set_kl(results["off_the_shelf"], low, apart={("tome", "8"): 0.3})
+    first, _ = section("off_the_shelf", result).findings
+    assert first == Finding(
+        "MCTF's KL against ToMe's: too close to call at r = 8, lower at r = 16, 20; "
+        "at r = 16 it is 0.4000 ± 0.0000 lower, 0.1000 against 0.5000.",
+        CLOSE,
+    )
+
+
+def test_at_equal_cost_every_r_is_named_and_the_least_certain_decides(results) -> None:
+    result = results["one_step_ahead"]
+    costs = {("one_step_ahead", "8"): 1.8, ("one_step_ahead", "16"): 1.2, ("previous", "8"): 2.0, ("previous", "16"): 1}
+    for row in result["rows"]:
+        row["gflops"] = costs[row["group"], row["label"]]
+    values = {("one_step_ahead", "8"): 0.4, ("one_step_ahead", "16"): 0.3}
+    words = "KL with the coming attention against that with the attention of the block before at equal cost: "
+    found = section("one_step_ahead", set_kl(result, values, apart={("one_step_ahead", "8"): 0.06})).findings
+    least = "r = 8 speaks least for the paper, 0.1000 ± 0.0600 lower."
+    assert found == (Finding(f"{words}too close to call at r = 8, lower at r = 16; {least}", CLOSE),)
+    assert verdicts("one_step_ahead", set_kl(result, values)) == [AGREES]
+    assert verdicts("one_step_ahead", set_kl(result, values | {("one_step_ahead", "16"): 0.6})) == [DIFFERS]
 
 
 def test_the_best_criteria_are_found(results) -> None:
     assert verdicts("criteria", set_kl(results["criteria"], {("sim+info+size", "16"): 0.1, ("sim", "16"): 0.2})) == [
-        True,
-        True,
+        AGREES,
+        AGREES,
     ]
     assert verdicts("criteria", set_kl(results["criteria"], {("sim+info", "16"): 0.1, ("info", "16"): 0.2})) == [
-        False,
-        False,
+        DIFFERS,
+        DIFFERS,
     ]
 
 
 def test_design_choices_are_judged_where_the_paper_has_them(results) -> None:
+    """What the paper does not have, weights by size and exact attention among them, is left open, however good."""
     best = {("matching", "one_way"): 0.1, ("pooling", "weighted_average"): 0.1, ("attention", "exact"): 0.1}
-    assert verdicts("design", set_kl(results["design"], best))[:3] == [False, True, None]
+    found = section("design", set_kl(results["design"], best)).findings
+    assert [finding.verdict for finding in found] == [DIFFERS, AGREES, OPEN, CLOSE, OPEN, OPEN]
+    assert [finding.text.split(":")[0] for finding in found] == [
+        "Matching",
+        "Pooling",
+        "Pooling",
+        "Attention of fused tokens",
+        "Attention of fused tokens",
+        "Attention logits",
+    ]
 
 
 def test_findings_give_the_figures_they_rest_on(results) -> None:
-    result = set_kl(results["design"], {("matching", "one_way"): 0.1, ("pooling", "weighted_average"): 0.25})
+    values = {("matching", "one_way"): 0.4, ("pooling", "weighted_average"): 0.25, ("pooling", "average"): 0.75}
+    result = set_kl(results["design"], values, apart={("matching", "one_way"): 0.01, ("pooling", "average"): 0.02})
     matching, pooling, *_ = (finding.text for finding in section("design", result).findings)
-    assert matching == "Matching: lowest KL one-way, 0.1000; the paper's choice has 0.5000."
-    assert pooling == "Pooling: lowest KL weighted by attention and size, 0.2500."
+    assert matching == "Matching: bidirectional has a KL of 0.5000; one-way has 0.1000 ± 0.0100 less."
+    assert pooling == (
+        "Pooling: weighted by attention and size has a KL of 0.2500; its strongest rival, average, "
+        "has 0.5000 ± 0.0200 more."
+    )
     low = {("mctf", label): 0.125 for label in ("8", "16", "20")}
     first, *_ = section("off_the_shelf", set_kl(results["off_the_shelf"], low)).findings
-    assert first.text == "MCTF's KL is below ToMe's at every r; at r = 16 0.1250 against 0.5000."
+    assert first.text == (
+        "MCTF's KL against ToMe's: lower at r = 8, 16, 20; at r = 16 it is 0.3750 ± 0.0000 lower, "
+        "0.1250 against 0.5000."
+    )
+
+
+@pytest.mark.parametrize(("apart", "verdict"), [(0.049, DIFFERS), (0.051, CLOSE)])
+def test_less_than_two_standard_errors_is_too_close_to_call(results, apart: float, verdict: Verdict) -> None:
+    """Of two images that are `apart` above and below their mean the standard error is `apart`."""
+    one_way = ("matching", "one_way")
+    assert verdicts("design", set_kl(results["design"], {one_way: 0.4}, apart={one_way: apart}))[0] is verdict
+
+
+def test_accuracy_is_compared_image_by_image_where_classes_are_known(results) -> None:
+    result = set_kl(results["design"], {})
+    for row in result["rows"]:
+        row["by_image"]["top1"] = [0, 100, 100, 0] if row["label"] == "one_way" else [100, 0, 100, 100]
+    matching, *_ = (finding.text for finding in section("design", result).findings)
+    assert matching.endswith("one-way has 0.0000 ± 0.0000 more, and a top-1 25.0 ± 47.9 points lower.")
 
 
 def test_where_tokens_run_out_is_said(results) -> None:
@@ -94,35 +149,49 @@ def test_where_tokens_run_out_is_said(results) -> None:
 
 def test_temperatures_are_judged_by_their_defaults(results) -> None:
     best = dict.fromkeys(studies.DEFAULTS.items(), 0.1)
-    assert verdicts("temperatures", set_kl(results["temperatures"], best)) == [True, True, True]
+    assert verdicts("temperatures", set_kl(results["temperatures"], best)) == [AGREES, AGREES, AGREES]
     best = best | {("tau_info", "1"): 0.05}
-    assert verdicts("temperatures", set_kl(results["temperatures"], best)) == [True, False, True]
+    assert verdicts("temperatures", set_kl(results["temperatures"], best)) == [AGREES, DIFFERS, AGREES]
+    unsure = set_kl(results["temperatures"], best, apart={("tau_info", "1"): 0.2, ("tau_size", "1"): 0.3})
+    assert verdicts("temperatures", unsure) == [AGREES, CLOSE, CLOSE]
 
 
 def test_the_order_of_criteria_is_compared(results) -> None:
-    results["class_token"]["cosine"] = {name: list(values) for name, values in paper.class_token_cosine().items()}
-    assert verdicts("class_token", results["class_token"]) == [True]
-    results["class_token"]["cosine"]["size"][-1] = 0.99
-    (finding,) = section("class_token", results["class_token"]).findings
-    assert finding.agrees is False
+    result = results["class_token"]
+    result["cosine"] = {name: list(values) for name, values in paper.class_token_cosine().items()}
+    result["last"] = {name: [values[-1]] * 2 for name, values in result["cosine"].items()}
+    assert verdicts("class_token", result) == [AGREES]
+    result["last"]["info"] = [0.9153 - 0.05, 0.9153 + 0.05]
+    (finding,) = section("class_token", result).findings
+    assert finding.verdict is CLOSE
+    assert finding.text.endswith(
+        "the paper's order; its least certain step, sim over info, is 0.0542 ± 0.0500 of cosine here."
+    )
+    result["cosine"]["size"][-1], result["last"]["size"] = 0.99, [0.99, 0.99]
+    (finding,) = section("class_token", result).findings
+    assert finding.verdict is DIFFERS
     assert finding.text.startswith("From the least loss to the most: size > sim+info+size > sim+info")
+    assert finding.text.endswith("over size, is -0.0056 ± 0.0000 of cosine here.")
 
 
 def test_the_largest_token_is_smaller_or_not_and_every_image_is_in_the_histogram(results) -> None:
     sizes = {"with_size": [3, 17, 40, 5], "without_size": [9, 60, 60, 20]}
     made = section("largest_token", {"images": 4, "r": 16, "sizes": sizes})
-    assert [finding.agrees for finding in made.findings] == [True]
+    text = "With the size criterion the largest token is 21.0 ± 7.9 patches smaller: 16.2 against 37.2."
+    assert made.findings == (Finding(text, AGREES),)
     (chart,) = [part for part in made.parts if isinstance(part, Chart)]
     assert [sum(height for _, height in series.points) for series in chart.series] == [4, 4]
     swapped = {"with_size": sizes["without_size"], "without_size": sizes["with_size"]}
-    assert verdicts("largest_token", {"images": 4, "r": 16, "sizes": swapped}) == [False]
+    assert verdicts("largest_token", {"images": 4, "r": 16, "sizes": swapped}) == [DIFFERS]
+    unsure = {"with_size": [3, 17, 40, 5], "without_size": [9, 60, 10, 5]}
+    assert verdicts("largest_token", {"images": 4, "r": 16, "sizes": unsure}) == [CLOSE]
 
 
 def test_a_model_without_classes_has_no_findings_on_answers(results) -> None:
     for study in studies.STUDIES:
         result = results[study.name]
         for row in (result["base"], *result["rows"]):
-            row.update(kl=None, agreement=None, top1=None, top5=None)
+            row.update(kl=None, agreement=None, top1=None, top5=None, by_image={"kl": None, "top1": None})
         made = section(study.name, result)
         assert made.findings == ()
         assert any(note.startswith("The model has no classifier") for note in made.notes)

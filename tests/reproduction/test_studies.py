@@ -12,7 +12,16 @@ from .subjects import make_task
 
 
 def numbers(row: dict[str, object]) -> dict[str, object]:
-    return {key: row[key] for key in ("kl", "agreement", "top1", "gflops", "r")}
+    return {key: row[key] for key in ("kl", "kl_error", "agreement", "top1", "gflops", "r")}
+
+
+def test_single_images_are_kept(tmp_path, subject) -> None:
+    found = studies.AHEAD.run(make_task(tmp_path, subject)[0])
+    expected = evaluate(subject.model, subject.batches, [each.setting for each in studies.AHEAD.chosen(quick=True)])
+    for row, scores in zip((found["base"], *found["rows"]), expected.scores, strict=True):
+        assert row["by_image"]["kl"] == pytest.approx(scores.kl.tolist(), rel=1e-5)
+        assert row["by_image"]["top1"] == scores.top1.tolist()
+        assert sum(row["by_image"]["kl"]) / 5 == pytest.approx(row["kl"], rel=1e-5)
 
 
 def test_a_study_is_an_evaluation_of_its_variants(tmp_path, subject) -> None:
@@ -52,6 +61,7 @@ def test_a_setting_that_another_study_has_measured_is_not_run_again(
     assert default not in run
     assert len(run) == len(set(run)) == len({each.setting for each in studies.TEMPERATURE.chosen(quick=True)})
     assert [numbers(row) for row in after["rows"]] == [numbers(row) for row in alone["rows"]]
+    assert [row["by_image"] for row in after["rows"]] == [row["by_image"] for row in alone["rows"]]
     assert [(row["group"], row["label"]) for row in after["rows"]] == [
         (row["group"], row["label"]) for row in alone["rows"]
     ]

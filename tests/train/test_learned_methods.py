@@ -267,4 +267,7 @@ def misses(model: nn.Module, images: Tensor) -> list[float]:
     """How far the shares kept after each stage are from those to be kept."""
     torch.manual_seed(0)
     decisions = run_branch(model.train(), images).carries[-1]
-    return [abs(share - target) for share, target in zip(decisions.kept_shares(), decisions.targets, strict=True)]
+    return [
+        abs(float(kept.detach().mean()) - target)
+        for kept, target in zip(decisions.kept, decisions.targets, strict=True)
+    ]

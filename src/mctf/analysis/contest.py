@@ -9,7 +9,7 @@ Axes: B images, 3 H W.
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from ..methods.base import Method
 from ..models.sharing import copy_sharing_weights
 from .budget import Ladder, find_ladder
 from .evaluate import Row, Setting, evaluate
+from .fidelity import Scores
+from .pairing import Difference
 
 FREE, LEARNED, CONTROL = "parameter-free", "learned", "control"
 _CONTROLS = ("random", "free_drop")
@@ -55,15 +57,24 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Standing:
-    """An entrant and what was measured of it."""
+    """An entrant and what was measured of it, in the mean and image by image."""
 
     entrant: Entrant
     row: Row
+    scores: Scores = field(compare=False, repr=False)
 
     @property
     def loss(self) -> float:
         """What is lost of the plain model: KL, or the angle of the features where there are no classes."""
         return 1 - (self.row.class_cosine or 0.0) if self.row.kl is None else self.row.kl
+
+    def behind(self, other: "Standing") -> Difference:
+        """How much more is lost than by another one on the same images."""
+        return Difference.of(self._losses, other._losses)
+
+    @property
+    def _losses(self) -> Tensor:
+        return 1 - self.scores.class_cosine if self.scores.kl is None else self.scores.kl
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""
@@ -133,10 +144,10 @@ def kind_of(method: Method) -> str:
 def compete(model: nn.Module, batches: Iterable[Batch], entrants: Sequence[Entrant]) -> Outcome:
     """Measure the plain model and all entrants on the same images."""
     found = evaluate(model, batches, [entrant.setting for entrant in entrants])
-    base, *rows = found.rows
-    standings = [Standing(entrant, row) for entrant, row in zip(entrants, rows, strict=True)]
+    measured = zip(entrants, found.rows[1:], found.scores[1:], strict=True)
+    standings = [Standing(entrant, row, scores) for entrant, row, scores in measured]
     standings.sort(key=lambda each: (each.entrant.target or float("inf"), each.loss))
-    return Outcome(found.images, base, tuple(standings), (*found.notes, *_remarks(standings)))
+    return Outcome(found.images, found.rows[0], tuple(standings), (*found.notes, *_remarks(standings)))
 
 
 def _remarks(standings: Sequence[Standing]) -> list[str]:
@@ -161,7 +172,7 @@ def verdicts(standings: Sequence[Standing]) -> list[str]:
 
 
 def _verdict_on_ours(ranked: Sequence[Standing]) -> list[str]:
-    """A line on MCTF beside the parameter-free methods of others; none where one of both is missing."""
+    """A line on MCTF beside the best parameter-free method of others; none where one of both is missing."""
     by_name = {each.row.method: each for each in ranked if each.entrant.kind == FREE}
     ours, variant = by_name.pop(_OURS, None), by_name.pop(_VARIANT, None)
     if ours is None or not by_name:
@@ -170,6 +181,10 @@ def _verdict_on_ours(ranked: Sequence[Standing]) -> list[str]:
     measure = "KL" if ours.row.kl is not None else "distance"
     beside = "" if variant is None else f"; {_VARIANT}, its variant, has {_told(variant)}"
     of_all = f"the lowest {measure} of the parameter-free methods"
+    apart = ours.behind(rival)
+    if not apart.clear:
+        words = f"too close to call on these images: {_told(ours)} and {_told(rival)}, {apart.size()} apart{beside}"
+        return [f"{_OURS} and {rival.row.method}, the best other of the parameter-free methods, are {words}"]
     if ours.loss <= rival.loss:
         return [f"{_OURS} keeps {of_all}: {_told(ours)}, and {rival.row.method}, the next, {_told(rival)}{beside}"]
     less = f"{1 - rival.loss / ours.loss:.0%} less than {_OURS} with {_told(ours)}"

@@ -1,8 +1,10 @@
-"""What a measurement was made on: device and versions, for the reader of its figures."""
+"""What a measurement was made on and by: device, versions, command, for the reader of its figures."""
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -42,6 +44,11 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def command_line() -> str:
+    """The `mctf` command of this process, as it could be typed again."""
+    return shlex.join(["mctf", *sys.argv[1:]])
 
 
 def commit() -> str | None:

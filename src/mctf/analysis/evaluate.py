@@ -22,8 +22,9 @@ from ..errors import MctfError
 from ..learned import UntrainedWarning, kept_aside
 from ..models.sharing import copy_sharing_weights
 from ..processes import gather
-from .fidelity import Output, Scores, average, score
+from .fidelity import Output, Scores, average, concatenate, score
 from .measured import Measured, count_tokens, summarise
+from .pairing import standard_error
 from .plan import Plan, plan
 from .throughput import Pace
 
@@ -51,6 +52,8 @@ class Setting:
 class Row:
     """One setting measured: percentages from 0 to 100, None where unknown. `Fidelity` says what they mean.
 
+    kl_error: standard error of kl over the images. A difference between rows has a smaller one as a rule, as they saw
+    the same images: `Difference` gives it from the scores.
     mean_tokens: tokens leaving each block, in the mean over the images, where each image decides for itself; gflops is
     then a mean over the images as well. None where both follow from the setting.
     """
@@ -61,6 +64,7 @@ class Row:
     top5: float | None
     agreement: float | None
     kl: float | None
+    kl_error: float | None
     class_cosine: float | None
     gflops: float
     images_per_second: float
@@ -69,11 +73,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One row a setting; the plain model's comes before them unless r = 0 shows it. notes: what to know of them."""
+    """One row a setting; the plain model's comes before them unless r = 0 shows it. notes: what to know of them.
+
+    scores: of every row image by image, all rows in the same order of images; of all processes under torchrun.
+    """
 
     images: int
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    scores: tuple[Scores, ...] = field(compare=False, repr=False)
 
 
 @torch.inference_mode()
@@ -102,14 +110,14 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], settings: Sequence[Sett
         _measure(everyone, pixels, batch.labels, classifies)
     for each in everyone:
         each.gather()
-    rows = [
-        _row(setting.method, each, made, each.measured(size))
-        for setting, each, made in zip(settings, contenders, plans, strict=True)
-    ]
+    shown = [(setting.method, each, made) for setting, each, made in zip(settings, contenders, plans, strict=True)]
     if plain not in contenders:
-        rows.insert(0, _row(BASE, plain, plan(model, r=0, image_size=size), None))
+        shown.insert(0, (BASE, plain, plan(model, r=0, image_size=size)))
+    rows = tuple(_row(method, each, made, each.measured(size)) for method, each, made in shown)
+    scores = tuple(concatenate(each.seen) for _, each, _ in shown)
     untrained = [setting.method for setting, each in zip(settings, contenders, strict=True) if each.untrained]
-    return Evaluation(plain.images, tuple(rows), (*_notes(plans, rows, classifies), *_untrained_notes(untrained)))
+    notes = (*_notes(plans, rows, classifies), *_untrained_notes(untrained))
+    return Evaluation(plain.images, rows, notes, scores)
 
 
 @dataclass(eq=False)
@@ -178,10 +186,12 @@ def _measure(contenders: Sequence[_Contender], pixels: Tensor, labels: Tensor | 
 
 
 def _row(method: str, contender: _Contender, made: Plan, measured: Measured | None) -> Row:
+    kl = concatenate(contender.seen).kl
     return Row(
         r=made.r,
         method=method,
         **asdict(average(contender.seen)),
+        kl_error=None if kl is None else standard_error(kl),
         gflops=made.gflops if measured is None else measured.gflops,
         images_per_second=contender.images_per_second,
         mean_tokens=None if measured is None else measured.token_counts,

@@ -5,6 +5,7 @@ Axes: B images, K classes, C channels.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,14 +80,21 @@ def _answers(logits: Tensor) -> Tensor:
     return logits.argsort(dim=1, descending=True, stable=True)[:, :5]
 
 
+def concatenate(batches: Sequence[Scores]) -> Scores:
+    """All images of all batches, in order; None where it is unknown of some."""
+
+    def whole(name: str) -> Any:
+        values = [getattr(scores, name) for scores in batches]
+        return None if any(value is None for value in values) else torch.cat(values)
+
+    return Scores(*(whole(field.name) for field in fields(Scores)))
+
+
 def average(batches: Sequence[Scores]) -> Fidelity:
     """The means over all images of all batches."""
-
-    def mean(name: str) -> float | None:
-        values = [getattr(scores, name) for scores in batches]
-        return None if any(value is None for value in values) else torch.cat(values).mean().item()
-
-    return Fidelity(*(mean(field.name) for field in fields(Fidelity)))
+    whole = concatenate(batches)
+    values = [getattr(whole, field.name) for field in fields(Fidelity)]
+    return Fidelity(*(None if value is None else value.mean().item() for value in values))
 
 
 def _divergence(reference: Tensor, logits: Tensor) -> Tensor:

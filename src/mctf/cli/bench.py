@@ -1,21 +1,32 @@
 """`mctf bench`: plain, fused and free-drop models against the clock, in one run."""
 
-import json
-import shlex
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..core.schedule import ReductionSpec
 from ..errors import MctfError
-from .options import DTYPES, image_size_option, json_option, parse_image_size, parse_numbers, parse_reductions
+from .options import (
+    device_option,
+    dtype_option,
+    image_size_option,
+    json_option,
+    output_option,
+    parse_image_size,
+    parse_names,
+    parse_numbers,
+    parse_reductions,
+    threads_option,
+)
 from .progress import progress
-from .writing import check_writable, write_text
+from .writing import check_writable, give_json
 
 if TYPE_CHECKING:
+    from torch import device as Device
+
     from ..analysis.benchmark import Contest, Result
 
 
@@ -34,14 +45,14 @@ Examples:
 @click.option("--method", "-m", "methods", default="mctf,mctf_exact,tome", show_default=True, help="Methods to time.")
 @click.option("--batch", "batches", default="8", show_default=True, help="Batch sizes, as in 1,8,64.")
 @image_size_option
-@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
+@dtype_option
 @click.option("--compile", "compiled", is_flag=True, help="Compile every contender with torch.compile.")
 @click.option("--training", is_flag=True, help="Time forward and backward; --dtype is then that of autocast.")
 @click.option("--mode", default="default", show_default=True, help="Mode of torch.compile, as reduce-overhead.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Timings of each contender.")
-@click.option("--device", "device_name", help="As torch names it; a GPU where there is one by default.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's choice by default.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write the JSON object into this file as well.")
+@device_option
+@threads_option
+@output_option
 @json_option
 def command(output: Path | None, as_json: bool, **options: Any) -> None:
     """Images per second of MODEL… (timm names, or hf:NAME): plain, fused by each method, tokens dropped for nothing.
@@ -51,74 +62,110 @@ def command(output: Path | None, as_json: bool, **options: Any) -> None:
     """
     if output is not None:
         check_writable(output)
-    facts, results = _benchmark(**options)
-    text = json.dumps(facts, indent=2)
-    if output is not None:
-        write_text(output, text + "\n")
+    asked = _Benchmarking(**options)
+    tables = asked.run()
+    give_json(asked.facts(tables), file=output, as_json=as_json)
     if as_json:
-        click.echo(text)
         return
     from .tables import print_benchmark
 
-    for title, rows, lines in results:
-        print_benchmark(rows, title=title, notes=lines)
+    for table in tables:
+        print_benchmark(table.rows, title=table.title, notes=table.notes)
 
 
-def _benchmark(
-    *,
-    models: Sequence[str],
-    reductions: str,
-    methods: str,
-    batches: str,
-    image_size: str | None,
-    dtype: str,
-    compiled: bool,
-    training: bool,
-    mode: str,
-    rounds: int,
-    device_name: str | None,
-    threads: int | None,
-) -> tuple[dict[str, Any], list[tuple[str, tuple["Result", ...], list[str]]]]:
-    """The JSON object, and a title, results and remarks for every table."""
-    import torch
+@dataclass(frozen=True)
+class _Table:
+    """One contest: what it was, a row for each contender, and what is to be said of them."""
 
-    from ..analysis.benchmark import Contest, verdicts
-    from ..analysis.environment import commit, describe_device, pick_device, versions
-    from ..hosts import find_host
-    from ..models.loading import create
+    title: str
+    rows: tuple["Result", ...]
+    notes: list[str]
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    device = pick_device(device_name)
-    precision = getattr(torch, dtype)
-    size = parse_image_size(image_size)
-    names = tuple(name.strip() for name in methods.split(",") if name.strip())
-    tables = []
-    for name in models:
-        model: Any = create(name, image_size=size).to(device, torch.float32 if training else precision)
-        own_size = size or find_host(model).image_size
-        for r in parse_reductions(reductions):
-            for batch in parse_numbers(batches, "--batch"):
-                trained = precision if training else None
-                contest = Contest(names, r, batch, own_size, mode if compiled else None, rounds, trained)
-                title = f"{name}, r={r}, batch {batch}, {own_size[0]}x{own_size[1]}, {describe_device(device)}, {dtype}"
-                title += ", forward and backward" if training else ""
-                results = _run(model, contest, title)
-                tables.append((title, results, verdicts(results)))
-    facts = {
-        "command": shlex.join(["mctf", *sys.argv[1:]]),
-        "device": describe_device(device),
-        "dtype": dtype,
-        "compiled": mode if compiled else None,
-        "training": training,
-        "rounds": rounds,
-        "versions": versions(),
-        "commit": commit(),
-        "tables": [
-            {"title": title, "rows": [asdict(row) for row in rows], "notes": lines} for title, rows, lines in tables
-        ],
-    }
-    return facts, tables
+
+@dataclass(frozen=True, kw_only=True)
+class _Benchmarking:
+    """What the user asked for; the fields are options of the command."""
+
+    models: tuple[str, ...]
+    reductions: str
+    methods: str
+    batches: str
+    image_size: str | None
+    dtype: str
+    compiled: bool
+    training: bool
+    mode: str
+    rounds: int
+    device_name: str | None
+    threads: int | None
+
+    @property
+    def device(self) -> "Device":
+        from ..analysis.environment import pick_device
+
+        return pick_device(self.device_name)
+
+    def run(self) -> list[_Table]:
+        """Every model with every r and batch size."""
+        import torch
+
+        from ..hosts import find_host
+        from ..models.loading import create
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        device, size = self.device, parse_image_size(self.image_size)
+        cases = list(product(parse_reductions(self.reductions), parse_numbers(self.batches, "--batch")))
+        tables = []
+        for name in self.models:
+            model: Any = create(name, image_size=size)
+            model = model.to(device, torch.float32 if self.training else getattr(torch, self.dtype))
+            own_size = size or find_host(model).image_size
+            for r, batch in cases:
+                tables.append(self._table(name, model, self._contest(r, batch, own_size)))
+        return tables
+
+    def _contest(self, r: ReductionSpec, batch: int, image_size: tuple[int, int]) -> "Contest":
+        import torch
+
+        from ..analysis.benchmark import Contest
+
+        return Contest(
+            methods=tuple(parse_names(self.methods)),
+            r=r,
+            batch=batch,
+            image_size=image_size,
+            compiled=self.mode if self.compiled else None,
+            rounds=self.rounds,
+            training=getattr(torch, self.dtype) if self.training else None,
+        )
+
+    def _table(self, name: str, model: Any, contest: "Contest") -> _Table:
+        from ..analysis.benchmark import verdicts
+        from ..analysis.environment import describe_device
+
+        device = describe_device(next(model.parameters()).device)
+        size = "x".join(map(str, contest.image_size))
+        title = f"{name}, r={contest.r}, batch {contest.batch}, {size}, {device}, {self.dtype}"
+        title += ", forward and backward" if self.training else ""
+        rows = _run(model, contest, title)
+        return _Table(title, rows, verdicts(rows))
+
+    def facts(self, tables: list[_Table]) -> dict[str, Any]:
+        """The JSON object."""
+        from ..analysis.environment import command_line, commit, describe_device, versions
+
+        return {
+            "command": command_line(),
+            "device": describe_device(self.device),
+            "dtype": self.dtype,
+            "compiled": self.mode if self.compiled else None,
+            "training": self.training,
+            "rounds": self.rounds,
+            "versions": versions(),
+            "commit": commit(),
+            "tables": [asdict(table) for table in tables],
+        }
 
 
 def _run(model: Any, contest: "Contest", title: str) -> tuple["Result", ...]:

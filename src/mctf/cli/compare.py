@@ -1,15 +1,15 @@
 """`mctf compare`: methods against each other at equal cost, on the user's own images."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import MctfError
-from .measuring import FILE, Measuring, measuring_options, title_of
+from .measuring import Measuring, measuring_options, title_of
+from .options import FILE, parse_names
 from .progress import progress, ticking
-from .writing import check_writable, write_text
+from .writing import check_writable, give_json
 
 if TYPE_CHECKING:
     from ..analysis.contest import Outcome
@@ -52,16 +52,13 @@ def command(methods: str, targets: str, plot: Path | None, output: Path | None, 
     if compared is None:  # another process speaks for all
         return
     facts, outcome = compared
-    text = json.dumps(facts, indent=2)
-    if output is not None:
-        write_text(output, text + "\n")
+    give_json(facts, file=output, as_json=as_json)
     if plot is not None:
         from ..report.plots import draw, write_plot
         from ..report.standings import panels
 
         write_plot(draw(panels(outcome), title=f"{facts['model']}, {facts['images']} images"), plot)
     if as_json:
-        click.echo(text)
         return
     from .tables import print_outcome
 
@@ -105,7 +102,7 @@ def _parse_methods(text: str) -> list[str]:
     from ..methods import make_method
     from ..methods import methods as registered
 
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = list(dict.fromkeys(parse_names(text)))
     if names == ["all"]:
         return list(registered())
     if not names:

@@ -1,20 +1,19 @@
 """`mctf demo`: see it work on this machine, with nothing to download."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from .options import json_option, method_option, parse_reduction
+from .options import FILE, device_option, json_option, method_option, parse_reduction, reduction_option
 from .progress import progress
 from .weights import RANDOM, load_or_random
-from .writing import check_folder
+from .writing import check_folder, give_json, say_nothing
 
 if TYPE_CHECKING:
     from ..analysis.fidelity import Fidelity
-    from ..report.demonstration import Answer, Speed
+    from ..report.demonstration import Answer, Demonstration, Speed
 
 _PAYS = 1.02  # a smaller gain is less than two runs of one and the same model differ by
 _STEADY = 0.25  # a wider middle half means that rounds were disturbed
@@ -30,16 +29,16 @@ Examples:
 """,
 )
 @click.option("--model", default="deit_small_patch16_224", show_default=True, help="A timm model.")
-@click.option("--weights", type=click.Path(path_type=Path), help="Weights file; pretrained or random ones by default.")
-@click.option("-r", "reduction", default="16", show_default=True, help="Tokens to fuse a block: 16, 0.35 or fast.")
+@click.option("--weights", type=FILE, help="Weights file; pretrained or random ones by default.")
+@reduction_option
 @method_option
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Images a batch when timing.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Rounds of timing.")
-@click.option("--device", "device_name", help="As torch names it; a GPU where there is one by default.")
+@device_option
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path),
+    type=FILE,
     default=Path("mctf-demo"),
     show_default=True,
     help="Folder for the picture.",
@@ -67,13 +66,12 @@ def command(
     from ..analysis.environment import pick_device, versions
     from ..report.demonstration import WARMUP, Demonstration
     from ..report.photographs import photographs
-    from ..report.sheet import write_png
 
     files, device = photographs(), pick_device(device_name)
     with progress(f"loading {model}"):
         loaded, source = load_or_random(model, weights=weights)
         demonstration = Demonstration.of(loaded, files, method=method, r=r, device=device)
-    show = _silent if as_json else click.echo
+    show = say_nothing if as_json else click.echo
     show(f"{demonstration.plan}\n\n{_weights_text(source)}")
 
     with progress("timing", WARMUP + rounds) as advance:
@@ -81,30 +79,31 @@ def command(
     show(_speed_text(speed))
     fidelity, answers = demonstration.answers()
     show(_fidelity_text(fidelity, answers, images=len(files), trained=source != RANDOM))
-    with progress("drawing", len(files)) as advance:
-        sheet = demonstration.picture(advance)
-    picture = output / "fused.png"
-    output.mkdir(parents=True, exist_ok=True)
-    write_png(sheet, picture)
+    picture = _draw(demonstration, output)
     show(f"picture: {picture}")
 
-    if as_json:
-        facts = {
-            "model": model,
-            "weights": source,
-            "method": method,
-            "plan": demonstration.plan.as_dict(),
-            "speed": asdict(speed),
-            "fidelity": asdict(fidelity),
-            "answers": [asdict(answer) for answer in answers] if source != RANDOM else None,
-            "picture": str(picture),
-            "versions": versions(),
-        }
-        click.echo(json.dumps(facts, indent=2))
+    facts = {
+        "model": model,
+        "weights": source,
+        "method": method,
+        "plan": demonstration.plan.as_dict(),
+        "speed": asdict(speed),
+        "fidelity": asdict(fidelity),
+        "answers": [asdict(answer) for answer in answers] if source != RANDOM else None,
+        "picture": str(picture),
+        "versions": versions(),
+    }
+    give_json(facts, file=None, as_json=as_json)
 
 
-def _silent(_: object) -> None:
-    """Takes the place of click.echo."""
+def _draw(demonstration: "Demonstration", folder: Path) -> Path:
+    from ..report.sheet import write_png
+
+    with progress("drawing", len(demonstration.names)) as advance:
+        sheet = demonstration.picture(advance)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_png(sheet, folder / "fused.png")
+    return folder / "fused.png"
 
 
 def _weights_text(source: str) -> str:

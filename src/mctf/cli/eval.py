@@ -1,6 +1,5 @@
 """`mctf eval`: accuracy, fidelity and speed over several r, all measured in one run."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,9 +8,9 @@ import click
 
 from ..errors import MctfError
 from .measuring import Measuring, measuring_options, title_of
-from .options import blocks_option, parse_blocks, parse_reductions
+from .options import blocks_option, parse_blocks, parse_names, parse_reductions
 from .progress import progress, ticking
-from .writing import check_writable, write_text
+from .writing import check_writable, give_json
 
 if TYPE_CHECKING:
     from ..analysis.evaluate import Row, Setting
@@ -40,18 +39,15 @@ def command(
 
     Agreement, KL and class-token cosine compare with the unfused model and need no labels. Mean, std, crop and
     interpolation are the model's own. Every batch runs through all settings in turn. Under torchrun the processes
-    share the images, each of which counts once.
+    share the images, each of which counts once. With --json each KL has its standard error, kl_error.
     """
     if output is not None:
         check_writable(output)
     facts, rows = _evaluate(Measuring(**options), _settings(methods, reductions, parse_blocks(blocks)))
     if facts is None:  # another process speaks for all
         return
-    text = json.dumps(facts | {"rows": [asdict(row) for row in rows]}, indent=2)
-    if output is not None:
-        write_text(output, text + "\n")
+    give_json(facts | {"rows": [asdict(row) for row in rows]}, file=output, as_json=as_json)
     if as_json:
-        click.echo(text)
         return
     from .tables import print_rows
 
@@ -76,7 +72,7 @@ def _settings(methods: str, reductions: str, blocks: tuple[int, ...] | None) -> 
     """Every method with every r, each pair once."""
     from ..analysis.evaluate import Setting
 
-    names = [name.strip() for name in methods.split(",") if name.strip()]
+    names = parse_names(methods)
     amounts = parse_reductions(reductions)
     if not names or not amounts:
         raise MctfError("there is nothing to evaluate: name at least one r (-r 16) and one method (--method mctf)")

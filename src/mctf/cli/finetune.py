@@ -1,7 +1,5 @@
 """`mctf finetune`: train a model that fuses tokens, in one process or under torchrun."""
 
-import json
-import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ from ..train.fields import switch
 from ..train.recipe import Recipe, read_recipe, read_toml
 from .options import json_option
 from .progress import progress, steps_bar, ticking
-from .writing import write_text
+from .writing import give_json, say_nothing
 
 if TYPE_CHECKING:
     from ..analysis.evaluate import Evaluation
@@ -98,7 +96,7 @@ def _finetune(recipe: Recipe, *, resume: bool, bar: bool | None, as_json: bool) 
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     with joined(pick_device(recipe.device)) as processes:
-        say = click.echo if processes.first and not as_json else _silent
+        say = click.echo if processes.first and not as_json else say_nothing
         wanted = bar if processes.first else False
         with progress(f"preparing {recipe.model}", wanted=wanted):
             trainer, notes = begin(recipe, processes, resume=resume)
@@ -169,7 +167,7 @@ def _summary(trainer: "Trainer") -> str:
 
 def _report(trainer: "Trainer", found: "Evaluation | None", as_json: bool) -> None:
     """The evaluation, if any, as JSON beside the weights and as a table; with --json, one object on stdout."""
-    from ..analysis.environment import commit, describe_device, versions
+    from ..analysis.environment import command_line, commit, describe_device, versions
 
     recipe = trainer.recipe
     facts = {
@@ -181,18 +179,14 @@ def _report(trainer: "Trainer", found: "Evaluation | None", as_json: bool) -> No
         "device": describe_device(trainer.processes.device),
         "versions": versions(),
         "commit": commit(),
-        "command": shlex.join(["mctf", *sys.argv[1:]]),
+        "command": command_line(),
         "data": None if found is None else str(recipe.validation),
         "images": None if found is None else found.images,
         "notes": [] if found is None else list(found.notes),
         "rows": [] if found is None else [asdict(row) for row in found.rows],
     }
-    text = json.dumps(facts, indent=2)
-    if found is not None:
-        write_text(recipe.output / "evaluation.json", text + "\n")
-    if as_json:
-        click.echo(text)
-    elif found is not None:
+    give_json(facts, file=None if found is None else recipe.output / "evaluation.json", as_json=as_json)
+    if found is not None and not as_json:
         from .tables import print_rows
 
         title = f"{recipe.model} on {found.images} images of {recipe.validation}"
@@ -211,7 +205,3 @@ def _read_pairs(pairs: Sequence[str]) -> dict[str, Any]:
         except tomllib.TOMLDecodeError:
             options[name] = value
     return options
-
-
-def _silent(_: object) -> None:
-    """Takes the place of click.echo."""

@@ -1,8 +1,6 @@
 """What the verbs that measure a model on images have in common: their options, the model, the images, the facts."""
 
 import os
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,7 +10,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MctfError
-from .options import DTYPES, image_size_option, json_option, parse_image_size
+from .options import (
+    FILE,
+    batch_size_option,
+    classes_option,
+    crop_option,
+    device_option,
+    dtype_option,
+    image_size_option,
+    json_option,
+    limit_option,
+    output_option,
+    parse_image_size,
+    progress_option,
+    threads_option,
+    weights_option,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,23 +34,22 @@ if TYPE_CHECKING:
     from ..data import Batches, ImageFiles, Labels, Preprocessing
     from ..processes import Processes
 
-FILE = click.Path(path_type=Path)
 _MOST_WORKERS = 8
 
 _OPTIONS = (
     click.option("--data", required=True, type=FILE, help="Folder or zip file of class/name images."),
-    click.option("--weights", type=FILE, help="Weights file; timm's pretrained weights by default."),
-    click.option("--classes", type=FILE, help="TSV of index, class folder and name."),
+    weights_option,
+    classes_option,
     image_size_option,
-    click.option("--crop-pct", type=click.FloatRange(0.1, 1), help="Share of the shorter side in the crop."),
-    click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True),
-    click.option("--limit", type=click.IntRange(1), help="Use only so many images, evenly spaced."),
+    crop_option,
+    batch_size_option,
+    limit_option,
     click.option("--workers", type=click.IntRange(0), help="Processes that read images; none on the CPU by default."),
-    click.option("--device", "device_name", help="As torch names it; a GPU where there is one by default."),
-    click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True),
-    click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's choice by default."),
-    click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; on a terminal by default."),
-    click.option("--output", type=FILE, help="Write the JSON object into this file as well."),
+    device_option,
+    dtype_option,
+    threads_option,
+    progress_option,
+    output_option,
     json_option,
 )
 
@@ -126,7 +138,7 @@ class Measuring:
 
     def facts(self, subject: Subject, *, images: int) -> dict[str, Any]:
         """What was measured and on what, for the JSON object."""
-        from ..analysis.environment import describe_device, versions
+        from ..analysis.environment import command_line, describe_device, versions
 
         return {
             "model": self.model,
@@ -139,7 +151,7 @@ class Measuring:
             "dtype": self.dtype,
             "batch_size": self.batch_size,
             "versions": versions(),
-            "command": shlex.join(["mctf", *sys.argv[1:]]),
+            "command": command_line(),
         }
 
 

@@ -1,6 +1,7 @@
 """Options that several verbs share, and how their values are read."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -8,7 +9,12 @@ import click
 from ..core.schedule import ReductionSpec
 from ..errors import MctfError
 
-DTYPES = ("float32", "bfloat16", "float16")
+FILE = click.Path(path_type=Path)
+
+
+def parse_names(text: str) -> list[str]:
+    """What stands between commas, without spaces around it and without empty places."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def parse_reduction(text: str) -> ReductionSpec:
@@ -23,7 +29,7 @@ def parse_reduction(text: str) -> ReductionSpec:
 
 def parse_reductions(text: str) -> list[ReductionSpec]:
     """Several r as typed, between commas."""
-    return [parse_reduction(part.strip()) for part in text.split(",") if part.strip()]
+    return [parse_reduction(part) for part in parse_names(text)]
 
 
 def parse_numbers(text: str, option: str) -> list[int]:
@@ -62,6 +68,9 @@ def parse_image_size(text: str | None) -> tuple[int, int] | None:
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+reduction_option: Decorator = click.option(
+    "-r", "reduction", default="16", show_default=True, help="Tokens to fuse a block: 16, 0.35 or fast."
+)
 method_option: Decorator = click.option(
     "--method", "-m", default="mctf", show_default=True, help="Token-reduction method."
 )
@@ -71,4 +80,28 @@ blocks_option: Decorator = click.option(
 image_size_option: Decorator = click.option(
     "--image-size", metavar="SIZE", help="Image size, 384 or 384x512; the model's by default."
 )
+weights_option: Decorator = click.option(
+    "--weights", type=FILE, help="Weights file; timm's pretrained weights by default."
+)
+classes_option: Decorator = click.option("--classes", type=FILE, help="TSV of index, class folder and name.")
+crop_option: Decorator = click.option(
+    "--crop-pct", type=click.FloatRange(0.1, 1), help="Share of the shorter side in the crop."
+)
+batch_size_option: Decorator = click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
+limit_option: Decorator = click.option(
+    "--limit", type=click.IntRange(1), help="Use only so many images, evenly spaced."
+)
+device_option: Decorator = click.option(
+    "--device", "device_name", help="As torch names it; a GPU where there is one by default."
+)
+dtype_option: Decorator = click.option(
+    "--dtype", type=click.Choice(("float32", "bfloat16", "float16")), default="float32", show_default=True
+)
+threads_option: Decorator = click.option(
+    "--threads", type=click.IntRange(1), help="CPU threads; torch's choice by default."
+)
+progress_option: Decorator = click.option(
+    "--progress/--no-progress", default=None, help="Progress bar on stderr; on a terminal by default."
+)
+output_option: Decorator = click.option("--output", type=FILE, help="Write the JSON object into this file as well.")
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")

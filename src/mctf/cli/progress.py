@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ..train.logs import Record
 
 Item = TypeVar("Item")
+StepSeen = Callable[[int, "Record | None"], None]  # called after each step, with the line of the log if there is one
 _MEMORY = 300  # seconds of the past that the time left is worked out from: some steps take a minute
 
 
@@ -22,7 +23,7 @@ def progress(text: str, total: int | None = None, *, wanted: bool | None = None)
 
     wanted: what the user said about bars; without a word there is one where stderr is a terminal.
     """
-    if not (sys.stderr.isatty() if wanted is None else wanted):
+    if not _has_bar(wanted):
         yield lambda _=1: None
         return
     from rich.console import Console
@@ -49,20 +50,13 @@ def steps_bar(
     images: int,
     wanted: bool | None = None,
     lines: Callable[[str], None] | None = None,
-) -> Iterator[Callable[[int, "Record | None"], None]]:
+) -> Iterator[StepSeen]:
     """Gives a function to call after each step of training, with the line of the log if there is one.
 
     done: steps before this run. images: of one step, for images/s. lines: prints lines of the log where no bar is.
     """
-    if not (sys.stderr.isatty() if wanted is None else wanted):
-        start = time.monotonic()
-
-        def show(step: int, record: "Record | None") -> None:
-            if lines is not None and record is not None:
-                left = (time.monotonic() - start) / max(1, step - done) * (total - step)
-                lines(f"step {step} of {total}: {_words(record)}, {timedelta(seconds=round(left))} left")
-
-        yield show
+    if not _has_bar(wanted):
+        yield _teller(total, done=done, lines=lines)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -84,6 +78,22 @@ def steps_bar(
                 bar.update(task, description=f"loss {record.total:.3f}")
 
         yield advance
+
+
+def _has_bar(wanted: bool | None) -> bool:
+    return sys.stderr.isatty() if wanted is None else wanted
+
+
+def _teller(total: int, *, done: int, lines: Callable[[str], None] | None) -> StepSeen:
+    """Prints each line of the log, and how long the rest will take at the pace of this run."""
+    start = time.monotonic()
+
+    def tell(step: int, record: "Record | None") -> None:
+        if lines is not None and record is not None:
+            left = (time.monotonic() - start) / max(1, step - done) * (total - step)
+            lines(f"step {step} of {total}: {_words(record)}, {timedelta(seconds=round(left))} left")
+
+    return tell
 
 
 def _words(record: "Record") -> str:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -12,9 +11,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MctfError
-from .measuring import FILE, Measuring
+from .measuring import Measuring
 from .measuring import Subject as Opened
-from .options import image_size_option, json_option
+from .options import (
+    FILE,
+    batch_size_option,
+    classes_option,
+    crop_option,
+    device_option,
+    image_size_option,
+    json_option,
+    limit_option,
+    parse_names,
+    progress_option,
+    threads_option,
+    weights_option,
+)
 from .progress import progress as progress_bar
 from .writing import check_folder
 
@@ -39,20 +51,20 @@ Examples:
 )
 @click.argument("model", required=False)
 @click.option("--data", type=FILE, help="Folder or zip file of class/name images.")
-@click.option("--weights", type=FILE, help="Weights file; timm's pretrained weights by default.")
-@click.option("--classes", type=FILE, help="TSV of index, class folder and name.")
+@weights_option
+@classes_option
 @click.option("--out", required=True, type=FILE, help="Folder for the report and its results.")
 @click.option("--only", metavar="NAME,…", default="", help="Experiments to run, as in criteria,class_token.")
 @click.option("--table", "tables", metavar="N,…", default="", help="Tables of the paper to measure: 1 to 4, A to E.")
 @click.option("--quick", is_flag=True, help=f"{_QUICK_IMAGES} images and fewer settings: about three minutes.")
 @click.option("--again", is_flag=True, help="Measure anew what was measured before.")
 @image_size_option
-@click.option("--crop-pct", type=click.FloatRange(0.1, 1), help="Share of the shorter side in the crop.")
-@click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--limit", type=click.IntRange(1), help="Use only so many images, evenly spaced.")
-@click.option("--device", "device_name", help="As torch names it; a GPU where there is one by default.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's choice by default.")
-@click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; on a terminal by default.")
+@crop_option
+@batch_size_option
+@limit_option
+@device_option
+@threads_option
+@progress_option
 @json_option
 def command(
     model: str | None,
@@ -79,7 +91,7 @@ def command(
     from ..analysis.reproduction.running import choose
     from ..report.reproduction.catalogue import EXPERIMENTS
 
-    wanted = choose(EXPERIMENTS, names=_words(only), tables=_words(tables))
+    wanted = choose(EXPERIMENTS, names=parse_names(only), tables=parse_names(tables))
     _check_wanted(wanted, model, named=bool(only or tables))
     limit = min(options.pop("limit") or sys.maxsize, _QUICK_IMAGES if quick else sys.maxsize)
     if model is None or data is None:
@@ -119,10 +131,6 @@ def _run(
         task = Task(subject, quick, out / PICTURES, tick)
         found = measure(work, records, task, after=tell)
     return publish(out, found, facts=_facts(records.conditions, found, subject), left_out=work.left_out)
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _check_wanted(wanted: Sequence["Experiment"], model: str | None, *, named: bool) -> None:
@@ -170,7 +178,7 @@ def _teller(work: "Work", wanted: Sequence["Experiment"]) -> Callable[["Record"]
 
 def _facts(conditions: "Conditions", found: dict[str, "Record"], subject: "Subject | None") -> dict[str, str]:
     """What the page says of the run, by heading."""
-    from ..analysis.environment import commit, describe_device, versions
+    from ..analysis.environment import command_line, commit, describe_device, versions
 
     facts = {}
     if conditions:
@@ -187,4 +195,4 @@ def _facts(conditions: "Conditions", found: dict[str, "Record"], subject: "Subje
         minutes = sum(record.seconds for record in found.values()) / 60
         last = datetime.fromisoformat(max(record.date for record in found.values()))
         facts["Measured"] = f"{last:%Y-%m-%d %H:%M} UTC, in {minutes:.1f} minutes"
-    return facts | {"Command": shlex.join(["mctf", *sys.argv[1:]])}
+    return facts | {"Command": command_line()}

@@ -7,6 +7,7 @@ import click
 
 from ..errors import MctfError
 from .options import (
+    FILE,
     blocks_option,
     image_size_option,
     json_option,
@@ -14,6 +15,8 @@ from .options import (
     parse_blocks,
     parse_image_size,
     parse_reduction,
+    reduction_option,
+    weights_option,
 )
 from .progress import progress
 from .weights import load_described
@@ -29,11 +32,11 @@ Examples:
   mctf visualize cat.jpg --model deit_small_patch16_224 -r fast --method tome --show-blocks 3,6,9
 """,
 )
-@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="IMAGE…")
+@click.argument("images", nargs=-1, required=True, type=FILE, metavar="IMAGE…")
 @click.option("--model", required=True, help="A timm model, as in deit_small_patch16_224, or hf:NAME.")
-@click.option("--weights", type=click.Path(path_type=Path), help="Weights file; timm's pretrained ones by default.")
+@weights_option
 @click.option("--random-weights", is_flag=True, help="Run without trained weights.")
-@click.option("-r", "reduction", default="16", show_default=True, help="Tokens to fuse a block: 16, 0.35 or fast.")
+@reduction_option
 @method_option
 @blocks_option
 @click.option("--show-blocks", metavar="I,J,…", help="Blocks to show; quarters of the depth and the last by default.")
@@ -42,7 +45,7 @@ Examples:
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path),
+    type=FILE,
     default=Path("fused.png"),
     show_default=True,
     help="PNG to write.",

@@ -1,7 +1,11 @@
-"""Result files: checked before the work begins, and complete or not there at all."""
+"""What a verb gives: files, checked before the work begins and complete or not there at all, and its JSON object."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+import click
 
 from ..errors import MctfError
 from ..writing import write_bytes
@@ -29,3 +33,16 @@ def check_folder(folder: Path, option: str) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write all of it or nothing."""
     write_bytes(path, text.encode())
+
+
+def give_json(facts: dict[str, Any], *, file: Path | None, as_json: bool) -> None:
+    """Write the JSON object into the file, if one was named, and print it, if that was asked for."""
+    text = json.dumps(facts, indent=2)
+    if file is not None:
+        write_text(file, text + "\n")
+    if as_json:
+        click.echo(text)
+
+
+def say_nothing(_: object) -> None:
+    """Takes the place of click.echo where stdout is for JSON, or for another process to write on."""

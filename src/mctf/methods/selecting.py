@@ -62,10 +62,6 @@ class Decisions:
         """All tokens that attention sees, protected ones included: B N."""
         return torch.cat([self.now.new_ones(len(self.now), self.protected), self.now], dim=1)
 
-    def kept_shares(self) -> list[float]:
-        """The share of patches kept after each stage."""
-        return [float(kept.detach().mean()) for kept in self.kept]
-
 
 @dataclass(frozen=True)
 class Selecting(Method):

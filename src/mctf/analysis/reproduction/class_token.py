@@ -1,12 +1,13 @@
 """How far the class token drifts, block by block, from what it is in the plain model (paper, appendix, Table B).
 
 The cosine is between the class tokens of the residual stream after each block, fused and plain, in the mean over
-images; near 1 means that little was lost.
+images; near 1 means that little was lost. After the last block the cosine of single images is kept as well.
 
 Axes: B images, L blocks, C channels.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ class ClassToken(Experiment):
     title = "What the class token loses"
     measures = f"Cosine between the class tokens of the fused and the plain model after each block, r = {R}."
     sources = ("Table B",)
+    form: ClassVar[int] = 2
 
     def steps(self, task: Task) -> int:
         return len(task.seen.batches) * (1 + len(CRITERIA))
@@ -48,8 +50,10 @@ class ClassToken(Experiment):
             reference = class_tokens(plain, pixels)
             for name, each in fused.items():
                 seen[name].append(F.cosine_similarity(class_tokens(each, pixels), reference, dim=2))
-        cosine = {name: torch.cat(parts).mean(dim=0).tolist() for name, parts in seen.items()}
-        return {"images": len(task.seen), "r": R, "cosine": cosine}
+        whole = {name: torch.cat(parts) for name, parts in seen.items()}
+        cosine = {name: found.mean(dim=0).tolist() for name, found in whole.items()}
+        last = {name: found[:, -1].tolist() for name, found in whole.items()}
+        return {"images": len(task.seen), "r": R, "cosine": cosine, "last": last}
 
 
 def class_tokens(model: nn.Module, pixels: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -73,7 +73,8 @@ class Experiment(ABC):
     """Implementations are frozen dataclasses.
 
     name: of its file and for the command line. measures: one sentence. sources: the tables and figures of the paper,
-    as in "Table 1". needs_images: whether it needs a subject.
+    as in "Table 1". needs_images: whether it needs a subject. form: of its result, counted up when that changes, so
+    that a file with less in it is never taken for a whole one.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Experiment(ABC):
     measures: str
     sources: tuple[str, ...]
     needs_images: bool = True
+    form: ClassVar[int] = 1
 
     @abstractmethod
     def steps(self, task: Task) -> int:

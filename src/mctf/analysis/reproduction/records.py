@@ -19,13 +19,17 @@ _FOLDER = "results"
 
 @dataclass(frozen=True)
 class Record:
-    """One finished experiment. conditions: empty where no model and no images were needed. date: when it ended."""
+    """One finished experiment. conditions: empty where no model and no images were needed. date: when it ended.
+
+    form: of the result, as `Experiment` has it; files that do not say have the first.
+    """
 
     experiment: str
     conditions: dict[str, Any]
     seconds: float
     date: str
     result: Result
+    form: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,17 +63,18 @@ class Records:
             raise MctfError(f"{path} is no result of an experiment: remove it") from None
 
     def fitting(self, experiment: Experiment) -> Record | None:
-        """What was found before under the same conditions."""
+        """What was found before under the same conditions, kept in the form that is read here."""
         record = self.find(experiment)
-        return record if record is not None and record.conditions == dict(self.of(experiment)) else None
+        fits = record is not None and record.conditions == dict(self.of(experiment)) and record.form == experiment.form
+        return record if fits else None
 
     def check(self, experiments: Sequence[Experiment]) -> None:
-        """Raise MctfError where one of these was done under other conditions."""
+        """Raise MctfError where one of these was done under other conditions, or kept in another form."""
         for experiment in experiments:
             record = self.find(experiment)
             if record is not None and self.fitting(experiment) is None:
                 raise MctfError(
-                    f"{self.folder} holds results for {self._difference(record)}: "
+                    f"{self.folder} holds results {self._difference(record, experiment)}: "
                     "choose another folder, or measure anew with --again"
                 )
 
@@ -78,11 +83,13 @@ class Records:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, (json.dumps(asdict(record), indent=1) + "\n").encode())
 
-    def _difference(self, record: Record) -> str:
-        """The first condition that differs, in words."""
+    def _difference(self, record: Record, experiment: Experiment) -> str:
+        """Why it does not fit: the form, or the first condition that differs, in words."""
+        if record.form != experiment.form:
+            return f"of another version of mctf ({experiment.name} lacks what this one reads)"
         names = {**record.conditions, **self.conditions}
         name = next(name for name in names if record.conditions.get(name) != self.conditions.get(name))
-        return f"{name} {record.conditions.get(name)!r}, not {self.conditions.get(name)!r}"
+        return f"for {name} {record.conditions.get(name)!r}, not {self.conditions.get(name)!r}"
 
     def _path(self, experiment: Experiment) -> Path:
         return self.folder / _FOLDER / f"{experiment.name}.json"

@@ -83,7 +83,7 @@ def measure(
         results = {**results, experiment.name: result}
         seconds = time.perf_counter() - start
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        record = Record(experiment.name, dict(records.of(experiment)), seconds, date, result)
+        record = Record(experiment.name, dict(records.of(experiment)), seconds, date, result, experiment.form)
         records.keep(record, experiment)
         found[experiment.name] = record
         after(record)

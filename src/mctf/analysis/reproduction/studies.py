@@ -2,15 +2,17 @@
 
 Each runs the plain model and all of its settings over the same images and gives, for each, KL and agreement to the
 plain model, accuracy where classes are known, and GFLOPs in the paper's account. The paper's ablations are of a
-fine-tuned DeiT-S and judge by accuracy; here no weight is trained, so KL is what tells settings apart.
+fine-tuned DeiT-S and judge by accuracy; here no weight is trained, so KL is what tells settings apart. KL and
+correctness of single images are kept, so that settings can be compared image by image.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
-from ..evaluate import Setting, evaluate
+from ..evaluate import Row, Setting, evaluate
+from ..fidelity import Scores
 from ..plan import plan
 from .criteria import ALL, SUBSETS, options_of
 from .experiment import Experiment, Result, Subject, Task
@@ -49,6 +51,8 @@ class Study(Experiment):
     sources: tuple[str, ...]
     variants: tuple[Variant, ...]
 
+    form: ClassVar[int] = 2
+
     def chosen(self, quick: bool) -> list[Variant]:
         return [each for each in self.variants if not (quick and each.slow)]
 
@@ -61,7 +65,8 @@ class Study(Experiment):
         settings = [_PLAIN, *dict.fromkeys(each.setting for each in variants)]
         missing = [setting for setting in settings if setting not in known]
         measured = evaluate(task.seen.model, task.batches(self._weight(task.quick)), missing)
-        rows = known | {setting: asdict(row) for setting, row in zip(missing, measured.rows, strict=True)}
+        found = zip(missing, measured.rows, measured.scores, strict=True)
+        rows = known | {setting: _as_dict(row, scores) for setting, row, scores in found}
         return {
             "images": measured.images,
             "base": rows[_PLAIN],
@@ -71,6 +76,13 @@ class Study(Experiment):
 
     def _weight(self, quick: bool) -> int:
         return 1 + len({each.setting for each in self.chosen(quick)})
+
+
+def _as_dict(row: Row, scores: Scores) -> dict[str, Any]:
+    """The row, with "by_image": KL and top-1 (0 or 100) of each image; None where unknown."""
+    kl = None if scores.kl is None else [float(f"{value:.6g}") for value in scores.kl.tolist()]
+    top1 = None if scores.top1 is None else [int(value) for value in scores.top1.tolist()]
+    return {**asdict(row), "by_image": {"kl": kl, "top1": top1}}
 
 
 def _known_rows(task: Task) -> dict[Setting, dict[str, Any]]:

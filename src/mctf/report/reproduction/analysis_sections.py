@@ -1,13 +1,16 @@
 """Sections about what happens inside: class token, sizes, attention, and pictures of fused patches."""
 
+from itertools import combinations
 from statistics import mean
 
+from ...analysis.pairing import Difference
 from ...analysis.reproduction import paper
 from ...analysis.reproduction.class_token import order
 from ...analysis.reproduction.experiment import Experiment, Result
 from ...analysis.reproduction.studies import R
 from .axes import round_step
 from .content import Chart, Column, Finding, Origin, Part, Picture, Section, Series, Strip, Table, Viewer, number
+from .judging import judge, weakest
 from .words import CASES, criteria_words
 
 _BINS = 24
@@ -16,8 +19,6 @@ _BINS = 24
 def class_token_section(experiment: Experiment, result: Result) -> Section:
     cosine: dict[str, list[float]] = result["cosine"]
     ours, theirs = order(cosine), order(paper.class_token_cosine())
-    words = "the paper's order" if ours == theirs else f"the paper's order is {_ordered(theirs)}"
-    finding = Finding(f"From the least loss to the most: {_ordered(ours)}; {words}.", ours == theirs)
     chart = Chart(
         "Cosine of class tokens, measured",
         f"All lines begin at 1 and fall; after the last block they lie in the order {_ordered(ours)}.",
@@ -39,7 +40,7 @@ def class_token_section(experiment: Experiment, result: Result) -> Section:
         experiment.title,
         ", ".join(experiment.sources),
         experiment.measures,
-        (finding,),
+        (_order_finding(ours, theirs, result["last"]),),
         (
             _cosine_table("Measured here", Origin.MEASURED, cosine),
             _cosine_table("Table B of the paper, DeiT-S", Origin.PAPER, paper.class_token_cosine()),
@@ -48,6 +49,16 @@ def class_token_section(experiment: Experiment, result: Result) -> Section:
         ),
         (f"In the mean over {result['images']} images. Blocks are counted from 1; the first does not fuse.",),
     )
+
+
+def _order_finding(ours: list[str], theirs: list[str], last: dict[str, list[float]]) -> Finding:
+    """Every pair is compared as the paper has it; the one that speaks least for the paper decides."""
+    leads = {f"{one} over {other}": Difference.of(last[one], last[other]) for one, other in combinations(theirs, 2)}
+    pair = weakest(leads)
+    lead = leads[pair]
+    words = "the paper's order" if ours == theirs else f"the paper's order is {_ordered(theirs)}"
+    least = f"its least certain step, {pair}, is {'' if lead.mean >= 0 else '-'}{lead.size()} of cosine here"
+    return Finding(f"From the least loss to the most: {_ordered(ours)}; {words}; {least}.", judge(lead))
 
 
 def _ordered(criteria: list[str]) -> str:
@@ -68,9 +79,10 @@ def _cosine_table(caption: str, origin: Origin, cosine: dict[str, list[float]] |
 def largest_token_section(experiment: Experiment, result: Result) -> Section:
     sizes: dict[str, list[int]] = result["sizes"]
     means = {case: mean(values) for case, values in sizes.items()}
-    smaller, printed = means["with_size"] < means["without_size"], paper.mean_largest_token()
-    sizes_in_words = f"{means['with_size']:.1f} against {means['without_size']:.1f} patches"
-    text = f"With the size criterion the largest token is {'' if smaller else 'not '}smaller: {sizes_in_words}."
+    lead, printed = Difference.of(sizes["without_size"], sizes["with_size"]), paper.mean_largest_token()
+    smaller = f"{lead.size(1)} patches {'smaller' if lead.mean > 0 else 'larger'}"
+    in_words = f"{means['with_size']:.1f} against {means['without_size']:.1f}"
+    text = f"With the size criterion the largest token is {smaller}: {in_words}."
     table = Table(
         "Mean size of the largest token",
         (
@@ -94,7 +106,7 @@ def largest_token_section(experiment: Experiment, result: Result) -> Section:
         experiment.title,
         ", ".join(experiment.sources),
         experiment.measures,
-        (Finding(text, smaller),),
+        (Finding(text, judge(lead)),),
         (table, chart),
         (f"Over {result['images']} images.",),
     )

@@ -18,12 +18,21 @@ class Origin(StrEnum):
     NONE = ""  # labels, and what follows from several columns
 
 
+class Verdict(StrEnum):
+    """What a finding says of the paper's."""
+
+    AGREES = "agrees"
+    DIFFERS = "differs"
+    CLOSE = "close"  # a difference of less than two standard errors
+    OPEN = "open"  # the paper has nothing to compare with
+
+
 @dataclass(frozen=True)
 class Finding:
-    """One sentence. agrees: whether it is what the paper says; None where the paper has nothing to compare with."""
+    """One sentence, and what it says of the paper's."""
 
     text: str
-    agrees: bool | None = None
+    verdict: Verdict = Verdict.OPEN
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from ...analysis.reproduction import paper
 from ...analysis.reproduction.costs import agrees, far_off
 from ...analysis.reproduction.counting import Counted
 from ...analysis.reproduction.experiment import Experiment, Result
-from .content import Chart, Column, Finding, Origin, Part, Section, Series, Table, number
+from .content import Chart, Column, Finding, Origin, Part, Section, Series, Table, Verdict, number
 from .words import BACKBONES, METHODS
 
 _TRAINING = {"finetuned": "fine-tuned", "off_the_shelf": "not trained"}
@@ -36,7 +36,7 @@ def _finding(rows: list[tuple[paper.Published, Counted]]) -> Finding:
     text += f"; not {', '.join(off)}" if off else ""
     open_ = len(rows) - len(judged)
     text += f". {open_} cannot be compared: the last column says why." if open_ else "."
-    return Finding(text, all(judged))
+    return Finding(text, Verdict.AGREES if all(judged) else Verdict.DIFFERS)
 
 
 def _row_name(row: paper.Published) -> str:
@@ -120,7 +120,7 @@ def by_r_section(experiment: Experiment, result: Result) -> Section:
         experiment.title,
         ", ".join(experiment.sources),
         experiment.measures,
-        (Finding(text, not off),),
+        (Finding(text, Verdict.DIFFERS if off else Verdict.AGREES),),
         (_gflops_table(gflops), _accuracy_table(), *_charts_by_r()),
         ("r = 0 is the plain model. The accuracy of all three tables is the paper's.",),
     )

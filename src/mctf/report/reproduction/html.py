@@ -7,14 +7,16 @@ from pathlib import Path
 
 from .badges import badge
 from .charts import draw
-from .content import Chart, Finding, Part, Section, Strip, Table, Viewer
+from .content import Chart, Finding, Part, Section, Strip, Table, Verdict, Viewer
 from .markup import Markup, join, tag, void
 from .tables import render_table
 
-_VERDICTS = {
-    True: ("agrees", "✓", "As in the paper: "),
-    False: ("differs", "≠", "Unlike the paper: "),
-    None: ("open", "•", ""),
+MARKS = {Verdict.AGREES: "✓", Verdict.DIFFERS: "≠", Verdict.CLOSE: "≈", Verdict.OPEN: "•"}
+_WORDS = {
+    Verdict.AGREES: "As in the paper: ",
+    Verdict.DIFFERS: "Unlike the paper: ",
+    Verdict.CLOSE: "Too close to call on these images: ",
+    Verdict.OPEN: "",
 }
 
 
@@ -36,18 +38,15 @@ def render_section(section: Section, pictures: Path) -> Markup:
 
 def findings(found: tuple[Finding, ...]) -> Markup:
     """A list of sentences, each marked by whether it is what the paper says."""
-    return (
-        tag("ul", *(tag("li", *_judged(each), class_=_VERDICTS[each.agrees][0]) for each in found), class_="findings")
-        if found
-        else Markup()
-    )
+    items = (tag("li", *_judged(each), class_=each.verdict.value) for each in found)
+    return tag("ul", *items, class_="findings") if found else Markup()
 
 
 def _judged(finding: Finding) -> tuple[Markup, ...]:
-    _, mark, words = _VERDICTS[finding.agrees]
+    text = finding.text.replace(" ± ", "\u00a0±\u00a0")  # a number and its error stay on one line
     return (
-        tag("span", mark, class_="mark", aria_hidden="true"),
-        tag("span", tag("span", words, class_="unseen"), finding.text),
+        tag("span", MARKS[finding.verdict], class_="mark", aria_hidden="true"),
+        tag("span", tag("span", _WORDS[finding.verdict], class_="unseen"), text),
     )
 
 

@@ -3,15 +3,21 @@
 from collections.abc import Iterable, Iterator
 
 from ...analysis.reproduction import paper
-from .content import Chart, Column, Origin, Part, Section, Strip, Table, Viewer
-from .page import TITLE, Report
+from .content import Chart, Column, Origin, Part, Section, Strip, Table, Verdict, Viewer
+from .page import TITLE, Report, tally
 
-_VERDICTS = {True: "as in the paper", False: "unlike the paper", None: ""}
+_VERDICTS = {
+    Verdict.AGREES: "as in the paper",
+    Verdict.DIFFERS: "unlike the paper",
+    Verdict.CLOSE: "too close to call on these images",
+    Verdict.OPEN: "",
+}
 
 
 def render_markdown(report: Report, pictures: str) -> str:
     """pictures: the folder of the pictures, as seen from the file."""
     lines = [f"# {TITLE}", "", *(f"- {name}: {value}" for name, value in report.facts.items()), ""]
+    lines += [tally(report), ""] if any(section.findings for section in report.sections) else []
     for section in report.sections:
         lines += _section(section, pictures)
     if report.left_out:
@@ -22,7 +28,7 @@ def render_markdown(report: Report, pictures: str) -> str:
 def _section(section: Section, pictures: str) -> Iterator[str]:
     yield from (f"## {section.title} ({section.source})", "", section.measures, "")
     for finding in section.findings:
-        verdict = _VERDICTS[finding.agrees]
+        verdict = _VERDICTS[finding.verdict]
         yield f"- {finding.text}" + (f" ({verdict})" if verdict else "")
     yield ""
     for part in section.parts:

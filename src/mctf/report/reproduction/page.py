@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ...analysis.reproduction import paper
 from .badges import badge
-from .content import Origin, Section
-from .html import contents, findings, render_section
+from .content import Origin, Section, Verdict
+from .html import MARKS, contents, findings, render_section
 from .markup import Markup, tag, void
 
 TITLE = "Multi-criteria Token Fusion, measured again"
@@ -83,17 +83,20 @@ def _summary(report: Report) -> Markup:
         return Markup()
     heading = tag("h2", "In short", id="summary-heading")
     listed = tag("ul", *rows, class_="summary")
-    return tag("section", heading, _tally(report), listed, id="summary", aria_labelledby="summary-heading")
+    counted = tag("p", tally(report), class_="measures")
+    return tag("section", heading, counted, listed, id="summary", aria_labelledby="summary-heading")
 
 
-def _tally(report: Report) -> Markup:
+def tally(report: Report) -> str:
     """How many findings are as in the paper, which also says what their marks mean."""
-    judged = [finding.agrees for section in report.sections for finding in section.findings]
-    agree, differ = judged.count(True), judged.count(False)
-    compared = f"Of {agree + differ} findings that can be compared, "
-    verdict = f"{agree} are as in the paper (✓) and {differ} are not (≠)."
-    rest = " The others (•) are not in the paper." if None in judged else ""
-    return tag("p", compared, verdict, rest, class_="measures")
+    judged = [finding.verdict for section in report.sections for finding in section.findings]
+    agree, differ, close = (judged.count(each) for each in (Verdict.AGREES, Verdict.DIFFERS, Verdict.CLOSE))
+    return (
+        f"Of {agree + differ + close} findings that can be compared, {agree} are as in the paper "
+        f"({MARKS[Verdict.AGREES]}), {differ} are not ({MARKS[Verdict.DIFFERS]}) and {close} are too close to call on "
+        f"these images ({MARKS[Verdict.CLOSE]}): a difference counts from two standard errors (±) on."
+        + (f" The others ({MARKS[Verdict.OPEN]}) are not in the paper." if Verdict.OPEN in judged else "")
+    )
 
 
 def _left_out(reasons: Mapping[str, str]) -> Markup:

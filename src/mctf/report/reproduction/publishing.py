@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...analysis.reproduction.experiment import Result
 from ...analysis.reproduction.records import Record
 from ...writing import write_bytes
 from .catalogue import EXPERIMENTS, sections
@@ -38,7 +39,7 @@ def publish(
 
 
 def as_json(report: Report, records: Mapping[str, Record]) -> dict[str, Any]:
-    """Facts, and for every experiment its findings and its numbers."""
+    """Facts, and for every experiment its findings and its numbers; those of single images stay with the results."""
     experiments = {}
     for section in report.sections:
         experiments[section.name] = {
@@ -47,5 +48,14 @@ def as_json(report: Report, records: Mapping[str, Record]) -> dict[str, Any]:
             "source": section.source,
             "findings": [asdict(finding) for finding in section.findings],
             **asdict(records[section.name]),
+            "result": _in_short(records[section.name].result),
         }
     return {"facts": dict(report.facts), "experiments": experiments, "left_out": dict(report.left_out)}
+
+
+def _in_short(result: Result) -> Result:
+    """The result of a study without what it keeps of single images, which is most of it."""
+    if "base" not in result:
+        return result
+    base, *rows = ({name: row[name] for name in row if name != "by_image"} for row in (result["base"], *result["rows"]))
+    return {**result, "base": base, "rows": rows}

@@ -1,16 +1,13 @@
 """What the sections of all studies share: measured columns, charts over cost, and the words around them."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from typing import Any
 
 from ...analysis.reproduction import paper
 from ...analysis.reproduction.experiment import Experiment, Result
 from .content import Chart, Column, Finding, Origin, Part, Section, Series, Table, number
+from .judging import Row
 from .words import METHODS
 
-Row = dict[str, Any]
 Groups = dict[str, list[Row]]
 
 MEASURED = (
@@ -21,7 +18,6 @@ MEASURED = (
 )
 PUBLISHED_TOP1 = Column("top-1 %", Origin.PAPER)
 FINE_TUNED = "The paper's accuracy is of a fine-tuned DeiT-S on all of ImageNet's validation images."
-_LEAST = 1e-12  # a KL of which a logarithm can be taken
 _MANY = 5000  # images from which on one of them does not show in a percentage
 
 
@@ -113,23 +109,3 @@ def curves(groups: Groups, words: Callable[[str], str], *, what: str) -> list[Pa
                 Chart(f"{title} against cost by {what}", summary, Origin.MEASURED, "GFLOPs", y, tuple(series))
             )
     return charts
-
-
-def lower_everywhere(better: Sequence[Row], worse: Sequence[Row]) -> bool:
-    """Whether the KL of one group is below the other's at every r."""
-    return all(one["kl"] < other["kl"] for one, other in zip(better, worse, strict=True))
-
-
-def lower_at_equal_cost(better: Sequence[Row], worse: Sequence[Row]) -> bool | None:
-    """Whether the KL of one group is below the other's at its cost; None where their costs do not meet.
-
-    Between two points of the other, KL is taken to fall by equal factors for equal cost, as it does about.
-    """
-    line = sorted((row["gflops"], math.log(max(row["kl"], _LEAST))) for row in worse)
-    compared = []
-    for row in better:
-        for (x0, y0), (x1, y1) in pairwise(line):
-            if x0 <= row["gflops"] <= x1:
-                at = y0 + (y1 - y0) * (row["gflops"] - x0) / (x1 - x0)
-                compared.append(math.log(max(row["kl"], _LEAST)) < at)
-    return all(compared) if compared else None

@@ -1,21 +1,22 @@
 """Sections about settings and what they do to answers: off the shelf, and the ablations."""
 
+from collections.abc import Iterator
+
+from ...analysis.pairing import Difference
 from ...analysis.reproduction import paper
 from ...analysis.reproduction.criteria import ALL
 from ...analysis.reproduction.experiment import Experiment, Result
 from ...analysis.reproduction.studies import DEFAULTS, R
 from .content import Column, Finding, Origin, Section, Table, number
+from .judging import Row, judge, kl_lead, leads_at_equal_cost, rival_words, weakest
 from .study_parts import (
     FINE_TUNED,
     MEASURED,
     PUBLISHED_TOP1,
     Groups,
-    Row,
     curves,
     grouped,
     knows_kl,
-    lower_at_equal_cost,
-    lower_everywhere,
     measured_cells,
     published_top1,
     side_by_side,
@@ -31,19 +32,38 @@ def off_the_shelf_section(experiment: Experiment, result: Result) -> Section:
     table = side_by_side("MCTF and ToMe, measured here", groups, METHODS.__getitem__)
     parts = [table, *curves(groups, METHODS.__getitem__, what="method"), _published_off_the_shelf()]
     findings = _against_tome(groups) if knows_kl(result) else []
-    return study_section(experiment, result, findings=findings, parts=parts)
+    notes = ["ToMe fuses in the first block too, so it costs less at the same r."]
+    return study_section(experiment, result, findings=findings, parts=parts, notes=notes)
 
 
 def _against_tome(groups: Groups) -> list[Finding]:
-    lower = lower_everywhere(groups["mctf"], groups["tome"])
+    pairs = zip(groups["mctf"], groups["tome"], strict=True)
+    leads = {ours["label"]: kl_lead(ours, theirs) for ours, theirs in pairs}
     ours, theirs = (next(row["kl"] for row in groups[method] if row["r"] == R) for method in ("mctf", "tome"))
-    figures = f"at r = {R} {number(ours, '.4f')} against {number(theirs, '.4f')}"
-    findings = [Finding(f"MCTF's KL is {'' if lower else 'not '}below ToMe's at every r; {figures}.", lower)]
-    equal = lower_at_equal_cost(groups["mctf"], groups["tome"])
-    if equal is not None:
-        words = "ToMe fuses in the first block too, so it costs less at the same r; at equal cost MCTF's KL is "
-        findings.append(Finding(f"{words}{'' if equal else 'not always '}the lower one.", equal))
-    return findings
+    at_r = f"at r = {R} it is {_lower(leads[str(R)])}, {number(ours, '.4f')} against {number(theirs, '.4f')}"
+    findings = [Finding(f"MCTF's KL against ToMe's: {_sides(leads)}; {at_r}.", judge(leads[weakest(leads)]))]
+    equal = leads_at_equal_cost(groups["mctf"], groups["tome"])
+    return findings + ([_at_equal_cost("MCTF's KL against ToMe's", equal)] if equal else [])
+
+
+def _at_equal_cost(words: str, leads: dict[str, Difference]) -> Finding:
+    """words: for the two that are compared, what the paper has ahead first. leads: by r of that one."""
+    r = weakest(leads)
+    least = f"r = {r} speaks least for the paper, {_lower(leads[r])}"
+    return Finding(f"{words} at equal cost: {_sides(leads)}; {least}.", judge(leads[r]))
+
+
+def _sides(leads: dict[str, Difference]) -> str:
+    """As in "too close to call at r = 1, lower at r = 8, 16"."""
+    places: dict[str, list[str]] = {}
+    for r, lead in leads.items():
+        side = "lower" if lead.mean > 0 else "higher"
+        places.setdefault(side if lead.clear else "too close to call", []).append(r)
+    return ", ".join(f"{side} at r = {', '.join(labels)}" for side, labels in places.items())
+
+
+def _lower(lead: Difference) -> str:
+    return f"{lead.size()} {'lower' if lead.mean > 0 else 'higher'}"
 
 
 def _published_off_the_shelf() -> Table:
@@ -70,29 +90,33 @@ def criteria_section(experiment: Experiment, result: Result) -> Section:
 
 
 def _best_criteria(at_r: dict[str, Row]) -> list[Finding]:
-    best = min(at_r, key=lambda name: at_r[name]["kl"])
-    alone = min(("sim", "info"), key=lambda name: at_r[name]["kl"])
+    words = {name: criteria_words(name) for name in at_r}
+    others = {name: row for name, row in at_r.items() if name != ALL}
+    alone = _against(words["sim"], at_r["sim"], {words["info"]: at_r["info"]})
     return [
-        Finding(f"Lowest KL at r = {R}: {criteria_words(best)}{_figures(at_r[best], at_r[ALL])}.", best == ALL),
-        Finding(f"Of similarity and informativeness alone, {criteria_words(alone)} loses less.", alone == "sim"),
+        _against(f"At r = {R} {words[ALL]}", at_r[ALL], {words[name]: row for name, row in others.items()}),
+        Finding(f"Alone, {alone.text}", alone.verdict),
     ]
 
 
-def _figures(best: Row, own: Row) -> str:
-    """The lowest KL, and that of the paper's choice where it is another."""
-    chosen = "" if best is own else f"; the paper's choice has {number(own['kl'], '.4f')}"
-    return f", {number(best['kl'], '.4f')}{chosen}"
+def _against(words: str, own: Row, rivals: dict[str, Row]) -> Finding:
+    """What the paper has ahead beside the rival that speaks most against it. words: for it; rivals: by theirs."""
+    leads = {name: kl_lead(own, row) for name, row in rivals.items()}
+    name = weakest(leads)
+    rival = name if len(rivals) == 1 else f"its strongest rival, {name},"
+    text = f"{words} has a KL of {number(own['kl'], '.4f')}; {rival} {rival_words(own, rivals[name])}."
+    return Finding(text, judge(leads[name]))
 
 
 def ahead_section(experiment: Experiment, result: Result) -> Section:
     groups = grouped(result)
     table = side_by_side("One-step-ahead attention and that of the block before", groups, ATTENTION.__getitem__)
-    lower = lower_at_equal_cost(groups["one_step_ahead"], groups["previous"]) if knows_kl(result) else None
-    text = f"At equal cost the coming attention {'gives' if lower else 'does not always give'} the lower KL."
+    leads = leads_at_equal_cost(groups["one_step_ahead"], groups["previous"]) if knows_kl(result) else {}
+    words = "KL with the coming attention against that with the attention of the block before"
     return study_section(
         experiment,
         result,
-        findings=[] if lower is None else [Finding(text, lower)],
+        findings=[_at_equal_cost(words, leads)] if leads else [],
         parts=[table, *curves(groups, ATTENTION.__getitem__, what="kind of attention")],
         notes=[
             "With the attention of the block before, tokens are fused after its MLP, which costs more at the same r.",
@@ -117,17 +141,22 @@ def design_section(experiment: Experiment, result: Result) -> Section:
     columns = (Column("variant", text=True), *MEASURED, Column("GFLOPs", Origin.PAPER), PUBLISHED_TOP1)
     caption = f"Design choices at r = {R}; the paper's own are in bold"
     table = Table(caption, columns, tuple(rows), frozenset(strong), headings)
-    findings = [_best_choice(group, members) for group, members in groups.items()] if knows_kl(result) else []
+    known = knows_kl(result)
+    findings = [each for group, members in groups.items() for each in _choices(group, members)] if known else []
     return study_section(experiment, result, findings=findings, parts=[table], notes=[FINE_TUNED])
 
 
-def _best_choice(group: str, members: list[Row]) -> Finding:
-    """The variant of lowest KL, and whether the paper has none of higher accuracy; open where it does not have it."""
-    lowest, own = min(members, key=lambda row: row["kl"]), next(row for row in members if row["label"] in _OWN)
-    best = lowest["label"]
-    text = f"{GROUPS[group].capitalize()}: lowest KL {LABELS[best]}{_figures(lowest, own)}."
-    printed = {row["label"]: each.top1 for row in members if (each := paper.ablation(group, row["label"])) is not None}
-    return Finding(text, printed[best] == max(printed.values()) if best in printed else None)
+def _choices(group: str, members: list[Row]) -> Iterator[Finding]:
+    """The paper's choice against the variants that the paper has, none better there; then against each other one."""
+    own = next(row for row in members if row["label"] in _OWN)
+    words = f"{GROUPS[group].capitalize()}: {LABELS[own['label']]}"
+    others = [row for row in members if row is not own]
+    printed = {LABELS[row["label"]]: row for row in others if paper.ablation(group, row["label"]) is not None}
+    if printed:
+        yield _against(words, own, printed)
+    for row in others:
+        if LABELS[row["label"]] not in printed:
+            yield Finding(_against(words, own, {LABELS[row["label"]]: row}).text)
 
 
 def temperatures_section(experiment: Experiment, result: Result) -> Section:
@@ -139,9 +168,8 @@ def temperatures_section(experiment: Experiment, result: Result) -> Section:
         strong.add(len(rows) + members.index(own))
         rows += [(row["label"], *measured_cells(row)[:3], published_top1(group, row["label"])) for row in members]
         if knows_kl(result):
-            best = min(members, key=lambda row: row["kl"])
-            text = f"{GROUPS[group].capitalize()}: lowest KL at {best['label']}{_figures(best, own)}."
-            findings.append(Finding(text, best is own))
+            rivals = {row["label"]: row for row in members if row is not own}
+            findings.append(_against(f"{GROUPS[group].capitalize()}: {own['label']}", own, rivals))
     columns = (Column("value", text=True), *MEASURED[:3], PUBLISHED_TOP1)
     caption = f"Temperatures at r = {R}; the defaults are in bold"
     table = Table(caption, columns, tuple(rows), frozenset(strong), headings)
