@@ -79,6 +79,12 @@ def test_plan_prints_json(command) -> None:
     assert json.loads(out) == mctf.plan("deit_tiny_patch16_224", **options).as_dict()
 
 
+def test_plan_gives_options_to_the_method(command) -> None:
+    code, out, _ = command("plan", "deit_tiny_patch16_224", "--json", "--option", "attention=exact")
+    assert code == 0
+    assert json.loads(out) == mctf.plan("deit_tiny_patch16_224", attention="exact").as_dict()
+
+
 def test_plan_reads_fast(command) -> None:
     code, out, _ = command("plan", "deit_tiny_patch16_224", "-r", "fast", "--json")
     assert code == 0

@@ -121,6 +121,13 @@ class TestJson:
         rows = rows_of(run(*basic, "-r", "4", "--json", "--dtype", "bfloat16", "--blocks", "2"))
         assert rows[1]["gflops"] == mctf.plan(timm.create_model("test_vit", num_classes=3), r=4, blocks=[2]).gflops
 
+    def test_options_reach_the_method(self, run: Command, basic: list[object]) -> None:
+        asked = ["--option", "attention=exact", "--option", "bidirectional=false"]
+        rows = rows_of(run(*basic, "-r", "4", "--json", *asked))
+        tiny = timm.create_model("test_vit", num_classes=3)
+        assert rows[1]["gflops"] == mctf.plan(tiny, r=4, attention="exact", bidirectional=False).gflops
+        assert rows[1]["gflops"] != mctf.plan(tiny, r=4).gflops
+
 
 class TestText:
     def test_is_a_table_with_notes(self, run: Command, basic: list[object], place: Path) -> None:
@@ -215,6 +222,9 @@ class TestRefuses:
             (["-r", ","], ["name at least one r"]),
             (["--method", "mctv"], ["unknown method 'mctv': did you mean 'mctf'"]),
             (["--method", ","], ["one method"]),
+            (["--option", "pooling"], ["--option 'pooling' is no NAME=VALUE"]),
+            (["--option", "poling=size"], ["method 'mctf' has no option 'poling': did you mean 'pooling'"]),
+            (["--method", "mctf,tome", "--option", "pooling=size"], ["--option speaks of one method"]),
             (["--blocks", "2,x"], ["--blocks '2,x' is not a list of numbers"]),
             (["--blocks", "77"], ["blocks names 77, but the model has blocks 0 to"]),
             (["--image-size", "big"], ["--image-size 'big' is not a size"]),

@@ -55,6 +55,14 @@ def test_json_names_the_picture_and_the_tokens_of_the_blocks(command, images, tm
     assert facts["blocks"] == [{"block": block, "tokens": expected[block]} for block in (2, 3, 4, 5)]
 
 
+def test_options_reach_the_method(command, images, tmp_path) -> None:
+    option = ("--method", "evit", "--option", "fuse_inattentive=false", "--json")
+    outcome = command("visualize", images[0], "--model", "test_vit", "--random-weights", "-r", 0.3, *option)
+    expected = mctf.plan("test_vit", method="evit", r=0.3, fuse_inattentive=False).token_counts
+    assert [each["tokens"] for each in json.loads(outcome.out)["blocks"]] == [expected[block] for block in (2, 3, 4, 5)]
+    assert expected != mctf.plan("test_vit", method="evit", r=0.3).token_counts
+
+
 def test_equal_patches_end_in_one_colour(command, tmp_path) -> None:
     """Two flat halves far apart in colour: whatever is fused in the first block stays within its half."""
     pixels = np.zeros((160, 160, 3), dtype=np.uint8)

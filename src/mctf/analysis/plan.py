@@ -74,7 +74,8 @@ class Plan:
         rows = [f"{self.model}, {self.method} r={self.r}", "block  tokens in  fused  tokens out  GFLOPs"]
         for index, (step, cost) in enumerate(zip(self.reductions, self.block_gflops, strict=True)):
             rows.append(f"{index:5d}{step.tokens:11d}{step.taken:7d}{step.remaining:12d}{cost:8.3f}")
-        rows.append(f"{self.gflops:.2f} GFLOPs of {self.gflops_base:.2f} ({self.saved:.0%} saved)")
+        change = f"{self.saved:.0%} saved" if self.saved >= 0 else f"{-self.saved:.0%} more"
+        rows.append(f"{self.gflops:.2f} GFLOPs of {self.gflops_base:.2f} ({change})")
         if self.learned_parameters:
             rows.append(
                 f"{self.parameters / 1e6:.1f} M parameters, {self.learned_parameters / 1e6:.2f} M of them learned"

@@ -1,5 +1,6 @@
 """`mctf eval`: accuracy, fidelity and speed over several r, all measured in one run."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,7 @@ import click
 
 from ..errors import MctfError
 from .measuring import Measuring, measuring_options, title_of
-from .options import blocks_option, parse_blocks, parse_names, parse_reductions
+from .options import blocks_option, options_option, parse_blocks, parse_names, parse_options, parse_reductions
 from .progress import progress, ticking
 from .writing import check_writable, give_json
 
@@ -30,10 +31,17 @@ Examples:
 @click.argument("model")
 @click.option("-r", "reductions", default="0,4,8,12,16,20", show_default=True, help="Tokens to fuse a block.")
 @click.option("--method", "-m", "methods", default="mctf", show_default=True, help="Methods, as in mctf,tome.")
+@options_option
 @blocks_option
 @measuring_options
 def command(
-    reductions: str, methods: str, blocks: str | None, output: Path | None, as_json: bool, **options: Any
+    reductions: str,
+    methods: str,
+    pairs: tuple[str, ...],
+    blocks: str | None,
+    output: Path | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Top-1, top-5, fidelity to the unfused model, images/s and GFLOPs of MODEL: a timm name, or hf:NAME.
 
@@ -43,7 +51,7 @@ def command(
     """
     if output is not None:
         check_writable(output)
-    facts, rows = _evaluate(Measuring(**options), _settings(methods, reductions, parse_blocks(blocks)))
+    facts, rows = _evaluate(Measuring(**options), _settings(methods, reductions, parse_blocks(blocks), pairs))
     if facts is None:  # another process speaks for all
         return
     give_json(facts | {"rows": [asdict(row) for row in rows]}, file=output, as_json=as_json)
@@ -68,12 +76,15 @@ def _evaluate(measuring: Measuring, settings: list["Setting"]) -> tuple[dict[str
     return facts | {"notes": [*subject.labels.notes, *result.notes]}, result.rows
 
 
-def _settings(methods: str, reductions: str, blocks: tuple[int, ...] | None) -> list["Setting"]:
-    """Every method with every r, each pair once."""
+def _settings(methods: str, reductions: str, blocks: tuple[int, ...] | None, pairs: Sequence[str]) -> list["Setting"]:
+    """Every method with every r, each pair once; pairs: options of the method, where there is one."""
     from ..analysis.evaluate import Setting
 
     names = parse_names(methods)
     amounts = parse_reductions(reductions)
     if not names or not amounts:
         raise MctfError("there is nothing to evaluate: name at least one r (-r 16) and one method (--method mctf)")
-    return list(dict.fromkeys(Setting(name, r, blocks) for name in names for r in amounts))
+    if pairs and len(set(names)) > 1:
+        raise MctfError("--option speaks of one method: evaluate methods with options one by one")
+    options = tuple(parse_options(pairs).items())
+    return list(dict.fromkeys(Setting(name, r, blocks, options) for name in names for r in amounts))

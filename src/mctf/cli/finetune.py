@@ -1,7 +1,6 @@
 """`mctf finetune`: train a model that fuses tokens, in one process or under torchrun."""
 
 import sys
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -12,7 +11,7 @@ import click
 from ..errors import MctfError
 from ..train.fields import switch
 from ..train.recipe import Recipe, read_recipe, read_toml
-from .options import json_option
+from .options import json_option, options_option, parse_options
 from .progress import progress, steps_bar, ticking
 from .writing import give_json, say_nothing
 
@@ -60,7 +59,7 @@ Examples:
 @click.option("--config", type=click.Path(path_type=Path), help="TOML file of these options; others given win.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output, if there is one.")
 @_recipe_options
-@click.option("--option", "pairs", multiple=True, metavar="NAME=VALUE", help="An option of the method; repeatable.")
+@options_option
 @click.option("--progress/--no-progress", "bar", default=None, help="Progress bar; on a terminal by default.")
 @json_option
 def command(
@@ -82,7 +81,7 @@ def command(
     if name is not None:
         values["model"] = name
     if pairs:
-        values["method_options"] = _read_pairs(pairs)
+        values["method_options"] = parse_options(pairs)
     _finetune(read_recipe(values), resume=resume, bar=bar, as_json=as_json)
 
 
@@ -191,17 +190,3 @@ def _report(trainer: "Trainer", found: "Evaluation | None", as_json: bool) -> No
 
         title = f"{recipe.model} on {found.images} images of {recipe.validation}"
         print_rows(found.rows, title=title, notes=found.notes)
-
-
-def _read_pairs(pairs: Sequence[str]) -> dict[str, Any]:
-    """Options of the method as typed; values that TOML understands get their type, others stay words."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise MctfError(f"--option {pair!r} is no NAME=VALUE: write --option pooling=size")
-        try:
-            options[name] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            options[name] = value
-    return options

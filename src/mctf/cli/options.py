@@ -1,6 +1,7 @@
 """Options that several verbs share, and how their values are read."""
 
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,20 @@ def parse_image_size(text: str | None) -> tuple[int, int] | None:
     return sides[0], sides[-1]
 
 
+def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Options of a method as typed; values that TOML understands get their type, others stay words."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise MctfError(f"--option {pair!r} is no NAME=VALUE: write --option pooling=size")
+        try:
+            options[name] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            options[name] = value
+    return options
+
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 reduction_option: Decorator = click.option(
@@ -73,6 +88,9 @@ reduction_option: Decorator = click.option(
 )
 method_option: Decorator = click.option(
     "--method", "-m", default="mctf", show_default=True, help="Token-reduction method."
+)
+options_option: Decorator = click.option(
+    "--option", "pairs", multiple=True, metavar="NAME=VALUE", help="An option of the method; repeatable."
 )
 blocks_option: Decorator = click.option(
     "--blocks", metavar="I,J,…", help="Blocks that fuse; the method's choice by default."

@@ -9,8 +9,10 @@ from .options import (
     image_size_option,
     json_option,
     method_option,
+    options_option,
     parse_blocks,
     parse_image_size,
+    parse_options,
     parse_reduction,
 )
 
@@ -28,11 +30,18 @@ Examples:
 @click.argument("model")
 @click.option("-r", "reduction", help="Tokens to fuse a block: 16, 0.35 or fast; as the method's authors by default.")
 @method_option
+@options_option
 @blocks_option
 @image_size_option
 @json_option
 def command(
-    model: str, reduction: str | None, method: str, blocks: str | None, image_size: str | None, as_json: bool
+    model: str,
+    reduction: str | None,
+    method: str,
+    pairs: tuple[str, ...],
+    blocks: str | None,
+    image_size: str | None,
+    as_json: bool,
 ) -> None:
     """Token counts and GFLOPs of MODEL, block by block, without running it.
 
@@ -46,5 +55,6 @@ def command(
         method=method,
         blocks=parse_blocks(blocks),
         image_size=parse_image_size(image_size),
+        **parse_options(pairs),
     )
     click.echo(json.dumps(result.as_dict(), indent=2) if as_json else str(result))

@@ -12,8 +12,10 @@ from .options import (
     image_size_option,
     json_option,
     method_option,
+    options_option,
     parse_blocks,
     parse_image_size,
+    parse_options,
     parse_reduction,
     reduction_option,
     weights_option,
@@ -38,6 +40,7 @@ Examples:
 @click.option("--random-weights", is_flag=True, help="Run without trained weights.")
 @reduction_option
 @method_option
+@options_option
 @blocks_option
 @click.option("--show-blocks", metavar="I,J,…", help="Blocks to show; quarters of the depth and the last by default.")
 @image_size_option
@@ -58,6 +61,7 @@ def command(
     random_weights: bool,
     reduction: str,
     method: str,
+    pairs: tuple[str, ...],
     blocks: str | None,
     show_blocks: str | None,
     image_size: str | None,
@@ -71,7 +75,7 @@ def command(
     pixels. One row an image.
     """
     r, fused_blocks, size = parse_reduction(reduction), parse_blocks(blocks), parse_image_size(image_size)
-    shown = parse_blocks(show_blocks, option="--show-blocks")
+    shown, options = parse_blocks(show_blocks, option="--show-blocks"), parse_options(pairs)
     _check_output(output)
 
     from ..analysis.plan import plan
@@ -85,8 +89,8 @@ def command(
     opened = [open_image(path) for path in images]
     loaded, source = load_described(model, weights=weights, random=random_weights, image_size=size)
     chosen = choose_blocks(shown, find_host(loaded).depth)
-    counts = plan(loaded, r=r, method=method, blocks=fused_blocks).token_counts
-    fuse(loaded, method, r=r, blocks=fused_blocks)
+    counts = plan(loaded, r=r, method=method, blocks=fused_blocks, **options).token_counts
+    fuse(loaded, method, r=r, blocks=fused_blocks, **options)
     preprocessing = Preprocessing.of(loaded)
     transform = preprocessing.transform()
     with progress("drawing", len(opened)) as advance:
