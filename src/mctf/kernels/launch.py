@@ -1,7 +1,7 @@
 """Whether Triton kernels are used, and how they are launched from an operator."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +16,25 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CP
 
 def launchable(kernel: Any) -> Any:
     """The kernel in the form torch.compile can see through: it then launches it without going through Python."""
-    return kernel if INTERPRETED else torch.library.wrap_triton(kernel)
+    if INTERPRETED:
+        return kernel
+    wrapped = torch.library.wrap_triton(kernel)
+    launched_here = wrapped is kernel  # torch.compile guards the device itself
+    return OnItsDevice(kernel) if launched_here and torch.cuda.device_count() > 1 else wrapped
+
+
+class OnItsDevice:
+    """A kernel that runs on the GPU of its first tensor. Triton would take the current one, wherever tensors are."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(first: Tensor, *others: Any, **options: Any) -> None:
+            with torch.cuda.device_of(first):
+                self.kernel[grid](first, *others, **options)
+
+        return launch
 
 
 def varies(number: int) -> bool:
