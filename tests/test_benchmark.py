@@ -1,6 +1,7 @@
 """`mctf bench`: what is compared, what is refused, and that a wrong model is not timed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import mctf
 from command_line import Command
 from mctf.analysis import benchmark
 from mctf.analysis.benchmark import CEILING, PLAIN, Contest, Result, verdicts
+from mctf.analysis.comparison import DISTURBED
 
 
 @pytest.fixture
@@ -96,6 +98,12 @@ def test_verdicts_say_so_when_fusing_does_not_pay() -> None:
         "mctf r=16 does not pay here: 0.83 times the plain model's speed",
         "tome r=16: 1.67x, 20% slower than dropping for nothing",
     ]
+
+
+def test_verdicts_warn_of_unsteady_rounds() -> None:
+    steady = [result(PLAIN, 10, 1.0), result("tome", 6, 1.67)]
+    assert DISTURBED not in verdicts(steady)
+    assert verdicts([steady[0], replace(steady[1], spread=0.3)])[-1] == DISTURBED
 
 
 def test_a_model_that_is_no_vit_is_refused() -> None:

@@ -141,7 +141,7 @@ class TestText:
         plain = next(line for line in answer.out.splitlines() if line.split()[:2] == ["mctf", "0"])
         assert plain.split()[2:7] == ["-", "-", "100.0", "0.0000", "1.0000"]
         assert "note: the images lie in no class folders" in answer.out
-        assert "note: mctf r=60 is capped for want of tokens in block 1, 2" in answer.out
+        assert "note: mctf r=60 is capped for want of tokens in blocks 1 to " in answer.out
 
     def test_progress_goes_to_stderr_when_asked_for(self, run: Command, basic: list[object]) -> None:
         answer = run(*basic, "-r", "0", "--json", "--progress")

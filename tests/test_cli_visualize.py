@@ -63,6 +63,13 @@ def test_options_reach_the_method(command, images, tmp_path) -> None:
     assert expected != mctf.plan("test_vit", method="evit", r=0.3).token_counts
 
 
+def test_untrained_layers_are_told_of_in_one_line(command, images) -> None:
+    outcome = command("visualize", images[0], "--model", "test_vit", "--random-weights", "-m", "dynamic_vit", "-r", 0.3)
+    assert outcome.code == 0
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("mctf: warning: the layers of dynamic_vit are untrained: load ")
+
+
 def test_equal_patches_end_in_one_colour(command, tmp_path) -> None:
     """Two flat halves far apart in colour: whatever is fused in the first block stays within its half."""
     pixels = np.zeros((160, 160, 3), dtype=np.uint8)
@@ -110,7 +117,7 @@ def truncated(tmp_path: Path, images: list[Path]) -> Path:
     ("arguments", "complaint"),
     [
         (["missing.png"], "there is no image file missing.png"),
-        (["."], "there is no image file ."),
+        (["."], ". is a folder: name the images in it"),
         (["corrupt.png"], "corrupt.png cannot be read as an image"),
         (["truncated.png"], "truncated.png cannot be read as an image"),
         (["one.png", "missing.png"], "there is no image file missing.png"),

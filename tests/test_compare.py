@@ -265,6 +265,8 @@ class TestCommand:
         assert sorted(row[0] for row in table) == ["dynamic_vit", "mctf", "tome"]
         assert [row[5] for row in table] == sorted(row[5] for row in table)
         assert next(line.split() for line in lines if line.startswith(" a_vit"))[-2:] == ["own", "learned"]
+        remarks = {line[heading.index("remark") :].strip() for line in lines if line.startswith((" tome", " a_vit"))}
+        assert remarks == {"parameter-free", "learned"}  # words begin below their heading
         assert "a_vit decides by itself what it costs" in answer.out
         assert f"at {LOW} GFLOPs " in answer.out
         assert "lowest KL of the parameter-free methods" in answer.out

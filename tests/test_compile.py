@@ -71,7 +71,7 @@ EXPORTED = [("plain", "mctf"), ("eva02", "mctf_exact"), ("beit", "mctf"), ("cait
 @torch.no_grad()
 def test_export_with_any_batch(name: str, method: str) -> None:
     model = mctf.fuse(make(name, depth=2), method, r=REDUCTIONS)
-    batch = torch.export.Dim("batch", min=2, max=64)
+    batch = torch.export.Dim("batch", min=2)  # without end: no piece of work may be as long as the batch was
     exported = torch.export.export(model, (make_images(model, 2),), dynamic_shapes=({0: batch},))
     images = make_images(model, 5)
     torch.testing.assert_close(exported.module()(images), model(images), atol=1e-5, rtol=1e-5)

@@ -174,7 +174,11 @@ class TestEvaluate:
     def test_capped_r_is_noted(self) -> None:
         model = make("plain")
         notes = evaluate(model, make_batches(model, 1), [Setting("mctf", 8), Setting("mctf", 40)]).notes
-        assert notes == ("mctf r=40 is capped for want of tokens in block 1, 2, 3",)
+        assert notes == ("mctf r=40 is capped for want of tokens in blocks 1 to 3",)
+        notes = evaluate(model, make_batches(model, 1), [Setting("mctf", [0, 0, 0, 40])]).notes
+        assert notes == ("mctf r=[0, 0, 0, 40] is capped for want of tokens in block 3",)
+        notes = evaluate(model, make_batches(model, 1), [Setting("mctf", [40, 0, 40, 0])]).notes
+        assert notes == ("mctf r=[40, 0, 40, 0] is capped for want of tokens in blocks 0, 2",)
 
     def test_the_model_is_left_as_it_was(self) -> None:
         model = make("plain").train()

@@ -1,4 +1,4 @@
-"""The worked example of a host: it runs, the guide tells of it truly, and mctf takes hosts from outside."""
+"""Code shown in the README and the guide: it runs, the guide tells of it truly, and mctf takes hosts from outside."""
 
 import re
 import runpy
@@ -16,6 +16,7 @@ from refusals import assert_refused
 from test_flops import EXACT, counted
 from test_reference import assert_as_reference
 
+README = EXAMPLES.parent / "README.md"
 GUIDE = EXAMPLES.parent / "docs" / "adding_a_host.md"
 
 
@@ -24,6 +25,15 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
     make("own_vit")  # registers its host once and for all
     monkeypatch.setattr(mctf.hosts, "_REGISTERED", dict(mctf.hosts._REGISTERED))
+
+
+def test_the_readme_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    random_weights = code.replace("pretrained=True", "pretrained=False")  # nothing can be downloaded here
+    assert random_weights != code
+    exec(random_weights, {})
+    (promised,) = re.findall(r"# the last line: (.*)", code)
+    assert capsys.readouterr().out.splitlines()[-1] == promised
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

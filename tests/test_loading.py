@@ -40,6 +40,7 @@ class TestLoading:
         assert same_weights(loaded, model)
         assert loaded.num_classes == 3
         assert not any(module.training for module in loaded.modules())
+        assert same_weights(loading.load_model("test_vit", weights=str(weights)), model)
 
     def test_both_heads_of_a_distilled_model_follow(self, tmp_path: Path) -> None:
         tiny = {"embed_dim": 16, "depth": 1, "num_heads": 1}

@@ -25,10 +25,11 @@ class Wrapper(nn.Module):
     [
         (nn.Linear(3, 3), "Linear is no model that mctf knows: pass a Vision Transformer with global attention"),
         (Wrapper(nn.Linear(3, 3)), "Wrapper is no model that mctf knows: pass"),
-        (None, "expected a torch.nn.Module, got NoneType"),
-        ("deit_tiny_patch16_224", "expected a torch.nn.Module, got str"),
+        (None, "expected a torch.nn.Module, got NoneType: pass the model itself"),
+        (nn.Linear, "expected a torch.nn.Module, got type: pass the model itself"),
+        ("test_vit", "got str: make the model first, as by timm.create_model('test_vit')"),
     ],
-    ids=["linear", "wrapper", "none", "name"],
+    ids=["linear", "wrapper", "none", "class", "name"],
 )
 def test_not_a_vision_transformer(model: Any, text: str) -> None:
     assert_refused(model, text, lambda: mctf.fuse(model))

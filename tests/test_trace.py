@@ -79,6 +79,14 @@ def test_a_trace_without_a_pass_says_so() -> None:
     for look in (lambda: trace.blocks, lambda: trace.token_counts, trace.source_map):
         with pytest.raises(mctf.MctfError, match="nothing was traced yet"):
             look()
+    assert repr(trace) == "Trace(token_counts=[])"
+
+
+def test_a_trace_shows_its_token_counts() -> None:
+    model = mctf.fuse(make("plain"), r=3)
+    with mctf.trace(model) as trace:
+        model(make_images(model, 1))
+    assert repr(trace) == f"Trace(token_counts={mctf.plan(model, r=3).token_counts})"
 
 
 @pytest.mark.parametrize("block", [4, -5])

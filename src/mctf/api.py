@@ -7,6 +7,7 @@ from torch import nn
 from .core.schedule import ReductionSpec, make_schedule, read_blocks
 from .errors import MctfError
 from .hosts import find_host
+from .hosts.common import check_model
 from .learned import LAYERS, make_layers
 from .methods import make_method
 from .methods.base import check_switches
@@ -73,6 +74,5 @@ def fused_stack(model: nn.Module) -> FusedStack:
 
 def find_stack(model: nn.Module) -> FusedStack | None:
     """The fused stack inside a model, None where there is none."""
-    if not isinstance(model, nn.Module):
-        raise MctfError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     return next((module for module in model.modules() if isinstance(module, FusedStack)), None)

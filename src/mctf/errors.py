@@ -10,6 +10,6 @@ class MctfError(ValueError):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A ready clause for an error text: the closest known word, or the list of all of them."""
-    known = sorted(known)
-    close = get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
+    spelled = {each.lower(): each for each in sorted(known)}
+    close = get_close_matches(word.lower(), spelled, n=1)
+    return f"did you mean {spelled[close[0]]!r}?" if close else f"choose from {', '.join(spelled.values())}"

@@ -42,6 +42,9 @@ class Trace:
         self._thread = threading.get_ident()
         self._blocks: dict[int, BlockTrace] = {}
 
+    def __repr__(self) -> str:
+        return f"Trace(token_counts={self.token_counts if self._blocks else []})"
+
     @property
     def blocks(self) -> list[BlockTrace]:
         if not self._blocks:

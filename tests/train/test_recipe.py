@@ -45,7 +45,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         model="", batch=0, lr="fast", augmentation="week", compile="yes", wieghts="x", weights="nowhere.pt"
     )
     for part in (
-        "model is missing",
+        "model is missing: pass --model, or write model = … into the file of --config",
         "batch = 0: expected a whole number, 1 or more",
         "lr = 'fast': expected a number above 0",
         "augmentation = 'week': did you mean 'weak'?",

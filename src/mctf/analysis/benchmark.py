@@ -21,7 +21,7 @@ from ..kernels import plain_operations
 from ..kernels.patches import PatchProduct
 from ..methods import make_method
 from ..models.sharing import copy_sharing_weights
-from .comparison import Timing, measure
+from .comparison import DISTURBED, STEADY, Timing, measure
 from .plan import plan
 
 PLAIN = "plain"
@@ -209,7 +209,7 @@ def _result(
 
 
 def verdicts(results: Sequence[Result]) -> list[str]:
-    """A sentence for every fused contender that does not pay, and the distance to the ceiling for those that do."""
+    """For every fused contender that it does not pay, or its distance to the ceiling; and whether to trust all this."""
     ceiling = next((each for each in results if each.name == CEILING), None)
     lines = []
     for each in results:
@@ -223,4 +223,6 @@ def verdicts(results: Sequence[Result]) -> list[str]:
             lines.append(
                 f"{each.name} r={each.r}: {each.speedup:.2f}x, {abs(behind):.0%} {side} than dropping for nothing"
             )
+    if any(each.spread > STEADY for each in results):
+        lines.append(DISTURBED)
     return lines

@@ -13,6 +13,9 @@ import torch
 from ..errors import MctfError
 from .throughput import timed
 
+STEADY = 0.25  # a wider middle half means that rounds were disturbed
+DISTURBED = "the rounds differ too much to trust this: something else keeps the machine busy"
+
 
 @dataclass(frozen=True)
 class Timing:

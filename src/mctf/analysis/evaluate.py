@@ -201,9 +201,9 @@ def _row(method: str, contender: _Contender, made: Plan, measured: Measured | No
 def _notes(plans: Sequence[Plan], rows: Sequence[Row], classifies: bool) -> tuple[str, ...]:
     notes = []
     for each in plans:
-        capped = [str(block) for block, step in enumerate(each.reductions) if step.taken < step.asked]
+        capped = [block for block, step in enumerate(each.reductions) if step.taken < step.asked]
         if capped:
-            notes.append(f"{each.method} r={each.r} is capped for want of tokens in block {', '.join(capped)}")
+            notes.append(f"{each.method} r={each.r} is capped for want of tokens in {_name_blocks(capped)}")
     for row in rows:
         if row.mean_tokens is not None:
             counts = " ".join(f"{count:.1f}" for count in row.mean_tokens)
@@ -211,6 +211,16 @@ def _notes(plans: Sequence[Plan], rows: Sequence[Row], classifies: bool) -> tupl
     if not classifies:
         notes.append("the model has no classifier: agreement, KL and accuracy are unknown")
     return tuple(notes)
+
+
+def _name_blocks(blocks: Sequence[int]) -> str:
+    """block 3, blocks 3 to 6, or blocks 3, 6, 9."""
+    first, last = blocks[0], blocks[-1]
+    if first == last:
+        return f"block {first}"
+    if last - first == len(blocks) - 1:
+        return f"blocks {first} to {last}"
+    return f"blocks {', '.join(map(str, blocks))}"
 
 
 def _untrained_notes(methods: Sequence[str]) -> tuple[str, ...]:

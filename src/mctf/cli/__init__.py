@@ -4,7 +4,9 @@ Verbs are imported when they are asked for, so that `mctf --help` answers at onc
 """
 
 import sys
+import warnings
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -52,11 +54,13 @@ def group() -> None:
 
 
 def main() -> None:
-    """Entry point: errors become one line on stderr and exit code 2."""
+    """Entry point: errors become one line on stderr and exit code 2, warnings of our own one line."""
     from ..errors import MctfError
 
     try:
-        group(standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _in_one_line(warnings.showwarning)
+            group(standalone_mode=False)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except (click.Abort, KeyboardInterrupt):
@@ -66,3 +70,15 @@ def main() -> None:
         text = error.format_message() if isinstance(error, click.ClickException) else str(error)
         click.echo(f"mctf: {' '.join(text.split())}", err=True)
         sys.exit(2)
+
+
+def _in_one_line(otherwise: Any) -> Any:
+    """Shows a warning of mctf without the place in the code that gave it; those of others as they were shown before."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if category.__module__.partition(".")[0] == __package__.partition(".")[0]:
+            click.echo(f"mctf: warning: {message}", err=True)
+        else:
+            otherwise(message, category, *place, **more)
+
+    return show

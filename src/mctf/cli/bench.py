@@ -58,7 +58,8 @@ def command(output: Path | None, as_json: bool, **options: Any) -> None:
     """Images per second of MODEL… (timm names, or hf:NAME): plain, fused by each method, tokens dropped for nothing.
 
     Weights are random: speed does not depend on them. Every fused model is first checked against plain operations
-    in float32. Contenders are timed in turn, round after round; medians are given.
+    in float32. Contenders are timed in turn, round after round; medians are given, for the speed-up
+    that of the ratio within a round.
     """
     if output is not None:
         check_writable(output)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ..report.demonstration import Answer, Demonstration, Speed
 
 _PAYS = 1.02  # a smaller gain is less than two runs of one and the same model differ by
-_STEADY = 0.25  # a wider middle half means that rounds were disturbed
 
 
 @click.command(
@@ -116,14 +115,16 @@ def _weights_text(source: str) -> str:
 
 
 def _speed_text(speed: "Speed") -> str:
+    from ..analysis.comparison import DISTURBED, STEADY
+
     lines = [
         f"speed: {speed.fused_images_per_second:.1f} images/s fused, {speed.plain_images_per_second:.1f} plain: "
         f"{speed.speedup:.2f} times as fast",
-        f"  median of {speed.rounds} rounds in turns (middle half within {speed.spread:.0%}), batch {speed.batch}, "
-        f"{speed.dtype}, {speed.device}",
+        f"  medians over {speed.rounds} rounds in turns, of both and of their ratio (middle half within "
+        f"{speed.spread:.0%}), batch {speed.batch}, {speed.dtype}, {speed.device}",
     ]
-    if speed.spread > _STEADY:
-        lines.append("  the rounds differ too much to trust this: something else keeps the machine busy")
+    if speed.spread > STEADY:
+        lines.append(f"  {DISTURBED}")
     elif speed.speedup < _PAYS:
         lines.append(
             "  fusing does not pay here: unless something else keeps the machine busy, finding the pairs costs"

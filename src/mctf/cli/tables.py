@@ -13,8 +13,8 @@ from ..core.schedule import ReductionSpec
 
 _PIPE_WIDTH = 120
 _HEADINGS = ("method", "r", "top-1 %", "top-5 %", "agree %", "KL", "cosine", "GFLOPs", "images/s")
-
 _TIMINGS = ("contender", "ms", "spread", "images/s", "speed-up", "GFLOPs", "peak MiB", "off by")
+_WORDS = ("method", "contender", "remark")  # columns that hold no numbers
 
 
 def print_rows(rows: Sequence[Row], *, title: str, notes: Sequence[str]) -> None:
@@ -35,8 +35,8 @@ def print_outcome(outcome: Outcome, *, title: str, notes: Sequence[str]) -> None
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, notes: Sequence[str]) -> None:
     table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in _WORDS else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console = Console(highlight=False, markup=False)

@@ -117,9 +117,11 @@ def _map_pieces(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float, bias: 
 
 def pieces_of(q: Tensor, k: Tensor) -> list[slice]:
     """Slices of the batch whose attention maps may be held at once."""
+    if torch.compiler.is_exporting():  # a size of pieces would be the largest batch that the exported model takes
+        return [slice(None)]
     in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
     images = max(1, (_CPU_PIECE if in_cache else _PIECE) // (q.shape[1] * q.shape[2] * k.shape[2]))
-    if images >= q.shape[0]:  # without a loop, whose length an exported model could not vary
+    if images >= q.shape[0]:
         return [slice(None)]
     return [slice(i, i + images) for i in range(0, q.shape[0], images)]
 

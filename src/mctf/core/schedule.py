@@ -21,8 +21,8 @@ def fast_blocks(depth: int) -> tuple[int, ...]:
 
 def read_blocks(blocks: Iterable[int] | None) -> tuple[int, ...] | None:
     """The user's choice of blocks, kept: an iterator could be read only once."""
-    if blocks is not None and not isinstance(blocks, Iterable):
-        raise MctfError(f"blocks={blocks!r} is not a list of block numbers: write blocks=[{blocks!r}]")
+    if isinstance(blocks, str) or (blocks is not None and not isinstance(blocks, Iterable)):
+        raise MctfError(f"blocks={blocks!r} is not a list of block numbers: write blocks=[{blocks}]")
     return None if blocks is None else tuple(blocks)
 
 
@@ -32,7 +32,7 @@ def make_schedule(
     """One entry a block from what the user wrote for `r` and `blocks`; raises MctfError when it makes no sense."""
     if isinstance(r, str):
         if r != "fast":
-            raise MctfError(f"r={r!r} is no known preset: {did_you_mean(r, ['fast'])}")
+            raise MctfError(_against_word(r))
         chosen = fast_blocks(depth) if blocks is None else _check_blocks(blocks, depth)
         return tuple(FAST_RATIO if block in chosen else 0 for block in range(depth))
     if isinstance(r, Sequence):
@@ -44,6 +44,15 @@ def make_schedule(
     entry = _check_entry(r)
     chosen = tuple(default_blocks) if blocks is None else _check_blocks(blocks, depth)
     return tuple(entry if block in chosen else 0 for block in range(depth))
+
+
+def _against_word(r: str) -> str:
+    """What is wrong with a word that is no preset."""
+    try:
+        float(r)
+    except ValueError:
+        return f"r={r!r} is no known preset: {did_you_mean(r, ['fast'])}"
+    return f"r={r!r} is a word: write r={r.strip()}, without quotes"
 
 
 def _check_entry(entry: object) -> Entry:

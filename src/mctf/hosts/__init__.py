@@ -15,7 +15,7 @@ from ..methods.base import BlockOps
 from ..stack import FusedStack
 from .attention import SoftmaxAttention
 from .base import Architecture, Host, refuse_arguments
-from .common import check_whole, macs_per_token, part_of, run_on_shapes
+from .common import check_model, check_whole, macs_per_token, part_of, run_on_shapes
 from .hf_towers import holds_tower
 from .refused import reason_against
 
@@ -67,8 +67,7 @@ def register_host(model_class: type[nn.Module], host: HostFactory) -> None:
 
 def find_host(model: nn.Module) -> Host:
     """The host of a model, every check done; raises MctfError with the module's name and the cure."""
-    if not isinstance(model, nn.Module):
-        raise MctfError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     factory = _factory_of(model)
     if factory is None:
         raise MctfError(f"{type(model).__name__} {_refusal(model)}")

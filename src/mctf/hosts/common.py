@@ -16,6 +16,16 @@ from ..errors import MctfError
 BATCH_NORM = 2  # fvcore's price of one element, in evaluation
 
 
+def check_model(model: object) -> None:
+    """Refuse what is no model, but the name or the class of one, or nothing at all."""
+    if isinstance(model, nn.Module):
+        return
+    cure = "pass the model itself"
+    if isinstance(model, str):
+        cure = f"make the model first, as by timm.create_model({model!r})"
+    raise MctfError(f"expected a torch.nn.Module, got {type(model).__name__}: {cure}")
+
+
 def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks

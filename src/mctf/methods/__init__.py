@@ -33,7 +33,9 @@ def methods() -> dict[str, str]:
 def make_method(name: str, options: dict[str, object]) -> Method:
     """The method of this name with these options; raises MctfError with a suggestion for unknown words."""
     if not isinstance(name, str):
-        raise MctfError(f"method={name!r} is not a method's name: write r={name!r} if you mean how much to fuse")
+        amount = isinstance(name, (int, float, list, tuple))
+        cure = f"write r={name!r} if you mean how much to fuse" if amount else f"choose from {', '.join(_REGISTRY)}"
+        raise MctfError(f"method={name!r} is not a method's name: {cure}")
     if name not in _REGISTRY:
         raise MctfError(f"unknown method {name!r}: {did_you_mean(name, _REGISTRY)}")
     cls = _REGISTRY[name]

@@ -55,7 +55,7 @@ def create_empty(name: str, *, image_size: tuple[int, int] | None = None) -> nn.
 
 
 def load_model(
-    name: str, *, weights: Path | None = None, image_size: tuple[int, int] | None = None, **options: Any
+    name: str, *, weights: Path | str | None = None, image_size: tuple[int, int] | None = None, **options: Any
 ) -> nn.Module:
     """A model with the weights of a file or, without one, with its library's pretrained weights; options: timm's."""
     if is_hf(name):
@@ -63,7 +63,7 @@ def load_model(
             raise MctfError(f"{name} brings its own weights: leave out --weights, or name another directory")
         return create(name, image_size=image_size, pretrained=True, **options)
     if weights is not None:
-        return _load_file(name, weights, image_size, options)
+        return _load_file(name, Path(weights), image_size, options)
     try:
         return create(name, image_size=image_size, **pretrained_options(name), **options)
     except MctfError:

@@ -13,6 +13,8 @@ from ..errors import MctfError
 
 def open_image(path: Path) -> Image.Image:
     """An RGB image, upright, wholly decoded; raises MctfError for what is missing, damaged or no image."""
+    if path.is_dir():
+        raise MctfError(f"{path} is a folder: name the images in it")
     if not path.is_file():
         raise MctfError(f"there is no image file {path}")
     try:

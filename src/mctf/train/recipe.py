@@ -236,7 +236,9 @@ def _refuse(problems: list[str]) -> None:
 
 
 def _say(name: str, value: Any, wrong: Exception) -> str:
-    return f"{name} is missing" if value == "" else f"{name} = {value!r}: {wrong}"
+    if value == "":
+        return f"{name} is missing: pass --{name}, or write {name} = … into the file of --config"
+    return f"{name} = {value!r}: {wrong}"
 
 
 def _entries(r: Any) -> tuple[Any, ...]:
