@@ -196,6 +196,7 @@ class TestChoice:
             ({"repeated": 0}, "repeated is 0: give 1 or more"),
             ({"workers": -1}, "workers is -1: give 0 or more"),
             ({"smallest_crop": 0.0}, "smallest_crop is 0.0: give a share of the area, above 0 and at most 1"),
+            ({"smallest_crop": 0.5, "augmentation": "none"}, "smallest_crop speaks of random crops"),
             ({"colour_jitter": 1.0}, "colour_jitter is 1.0: give 0 or more, below 1"),
             ({"image_size": (0, 4)}, r"image_size is \(0, 4\): give height and width"),
             ({"mean": (0.5,)}, "mean and std need three numbers each"),

@@ -15,7 +15,7 @@ Augmentation = Literal["none", "weak", "strong"]
 InMemory = Literal["auto", "yes", "no"]
 OnCorrupt = Literal["skip", "stop"]
 
-_SMALLEST_CROP = {"none": 1.0, "weak": 0.6, "strong": 0.08}
+_SMALLEST_CROP = {"weak": 0.6, "strong": 0.08}
 _WORDS = {
     "augmentation": ("none", "weak", "strong"),
     "in_memory": ("auto", "yes", "no"),
@@ -90,6 +90,8 @@ class FeedOptions:
                 raise MctfError(f"{name} is {getattr(self, name)}: give {least} or more")
         if self.smallest_crop is not None and not 0 < self.smallest_crop <= 1:
             raise MctfError(f"smallest_crop is {self.smallest_crop}: give a share of the area, above 0 and at most 1")
+        if self.smallest_crop is not None and self.augmentation == "none":
+            raise MctfError("smallest_crop speaks of random crops, but there are none: choose another augmentation")
         if not 0 <= self.colour_jitter < 1:
             raise MctfError(f"colour_jitter is {self.colour_jitter}: give 0 or more, below 1")
         if len(self.image_size) != 2 or min(self.image_size) < 1:
@@ -99,5 +101,5 @@ class FeedOptions:
 
     @property
     def crop_scale(self) -> tuple[float, float]:
-        """Least and most share of the area that a random crop keeps."""
+        """Least and most share of the area that a random crop keeps, where the augmentation has one."""
         return self.smallest_crop or _SMALLEST_CROP[self.augmentation], 1.0

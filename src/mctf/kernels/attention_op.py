@@ -77,7 +77,8 @@ def fits(q: Tensor) -> bool:
 def _fits_one_pass(q: Tensor) -> bool:
     """Whether the keys and values of a head, and the logits of some rows, fit a program, and there are enough heads.
 
-    In float32 the compiler would take up to 18 seconds for each of many variants, so it goes the long way.
+    In float32 the compiler would take up to 18 seconds for each of many variants, so it goes the long way; not so under
+    the interpreter, which compiles nothing and has float32 to test this way with.
     """
     batch, heads, tokens, _ = q.shape
     if varies(tokens) or (q.element_size() == 4 and not INTERPRETED):
