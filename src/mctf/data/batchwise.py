@@ -12,7 +12,7 @@ from torch import Tensor
 from .augmentation import ERASING
 from .boxes import covering_size, draw_boxes, draw_crops, inside
 from .feed import FeedOptions
-from .moving import send
+from .moving import drawing_alone, send
 from .operations import brightness, contrast, saturation
 from .randaugment import draw_rounds, motions, move, recolour
 from .resampling import crop_and_resize
@@ -31,7 +31,8 @@ class BatchAugmentation:
 
     def __call__(self, stored: Tensor, generator: torch.Generator) -> Tensor:
         """B 3 H W, float32 and normalised, from B 3 h w, uint8. generator: on the CPU."""
-        with torch.autocast(self.device.type, enabled=False):  # reduced precision would posterize every image
+        # reduced precision would posterize every image
+        with torch.autocast(self.device.type, enabled=False), drawing_alone(self.device):
             return self._augment(stored.float(), generator)
 
     def _augment(self, images: Tensor, generator: torch.Generator) -> Tensor:
