@@ -92,6 +92,14 @@ def test_a_wrong_model_is_not_timed() -> None:
         benchmark.check(WrongInHalfPrecision().bfloat16(), images.bfloat16(), "mctf")
 
 
+@torch.inference_mode()
+def test_what_is_checked_is_what_is_timed() -> None:
+    model, images = mctf.fuse(timm.create_model("test_vit").eval(), r=8), torch.randn(6, 3, 160, 160)
+    assert benchmark.check(model, images, "mctf", run=model) < 1e-5
+    with pytest.raises(mctf.MctfError, match="is wrong on this machine"):
+        benchmark.check(model, images, "mctf", run=lambda images: 2 * model(images))
+
+
 def test_verdicts_say_so_when_fusing_does_not_pay() -> None:
     results = [result(PLAIN, 10, 1.0), result("mctf", 12, 0.83), result("tome", 6, 1.67), result(CEILING, 5, 2.0)]
     assert verdicts(results) == [

@@ -25,8 +25,8 @@ def test_beside_a_device_one_thread_draws() -> None:
 
 @pytest.mark.usefixtures("three_threads")
 def test_a_failure_gives_the_threads_back() -> None:
-    with pytest.raises(ValueError), drawing_alone(torch.device("cuda")):
-        raise ValueError
+    with pytest.raises(KeyError), drawing_alone(torch.device("cuda")):
+        raise KeyError
     assert torch.get_num_threads() == 3
 
 

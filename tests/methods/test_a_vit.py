@@ -150,6 +150,20 @@ class TestLoss:
         scores = torch.tensor([each.scores for each in expected], dtype=torch.float64).mean(dim=0)
         assert loss.item() == pytest.approx(2 * ponder + 0.5 * naive_prior(scores.tolist(), centre=3), rel=1e-6)
 
+    @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
+    def test_a_wanted_share_weighs_the_ponder_loss_by_what_is_amiss(self, model: Any, keep: float) -> None:
+        images = make_images(model, 3)
+        with torch.no_grad():
+            expected = naive_images(model, images)
+        options = {"ponder_weight": 0.5, "prior_weight": 0.0, "keep": keep, "keep_weight": 4.0}
+        mctf.fuse(model, "a_vit", gamma=GAMMA, beta=BETA, **options)
+        loss = fused_stack(model).method.extra_loss(model, images, None, (run_branch(model.train(), images),))
+        ponders = [each for image in expected for each in image.ponder]
+        run = sum(math.ceil(each) - 1 for each in ponders) / len(ponders) / len(model.blocks)
+        weight = 0.5 + 4 * (run - keep)
+        assert 0 < run < 1
+        assert loss.item() == pytest.approx(weight * sum(ponders) / len(ponders), rel=1e-6)
+
     def test_reaches_every_parameter_of_the_blocks(self, model: Any) -> None:
         images = make_images(model, 3)
         mctf.fuse(model.train(), "a_vit", gamma=GAMMA, beta=BETA)

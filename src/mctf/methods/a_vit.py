@@ -21,6 +21,9 @@ Choices where the public facts end or disagree:
 - Halted tokens really leave, in training as in inference. Protected ones that halt keep their places, as padding, and
   an image whose tokens have all halted keeps its first one as a stand-in that no longer counts.
 - beta is 30 for fewer than 384 channels and 75 from there on, as published for 192 and 384.
+- Their weights leave open how much is saved. With `keep` a third term, keep_weight * (share - keep) * mean(blocks run +
+  R), steers towards a cost: share is that of the blocks which tokens ran through, a number without gradient, so that
+  the ponder loss counts for more the more there is to save, and against itself where too much was.
 - H is a mean over all patches that entered, 0 where one has halted, of all images (the released code leaves out the
   first image where it means the first token). After the last block it has the score and not the 1 it is taken as:
   with that, nothing would be learned while all scores are near 0. In other depths G is centred at two thirds.
@@ -81,6 +84,8 @@ class AViT(Adaptive):
     gamma, beta: of the halting score; beta None goes by the channels of the model.
     ponder_weight, prior_weight: of the two terms of the loss. centre: the block, counted from 1, at which tokens are
         to halt in the mean; None for two thirds of the depth.
+    keep, keep_weight: the share of blocks that tokens are to run through in the mean, and how much that counts; None
+        for the authors' loss alone.
     """
 
     gamma: float = 10.0
@@ -88,14 +93,16 @@ class AViT(Adaptive):
     ponder_weight: float = 5e-4
     prior_weight: float = 1e-3
     centre: int | None = None
+    keep: float | None = None
+    keep_weight: float = 0.1
 
     name: ClassVar[str] = "a_vit"
     summary: ClassVar[str] = "A-ViT (CVPR 2022), learned: tokens halt one by one, told by their first channel"
 
     def __post_init__(self) -> None:
-        for option in ("gamma", "beta", "ponder_weight", "prior_weight"):
+        for option in ("gamma", "beta", "ponder_weight", "prior_weight", "keep", "keep_weight"):
             value = getattr(self, option)
-            if value is None and option == "beta":
+            if value is None and option in ("beta", "keep"):
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
                 raise MctfError(f"{option}={value!r} must be a finite number, 0 or above")
@@ -134,7 +141,13 @@ class AViT(Adaptive):
         if state is None:
             return branches[0].logits.new_zeros(())
         prior = prior_divergence(torch.stack(state.scores), self.centre)
-        return self.ponder_weight * state.ponder.mean() + self.prior_weight * prior
+        return self._ponder_weight(state) * state.ponder.mean() + self.prior_weight * prior
+
+    def _ponder_weight(self, state: Halting) -> Tensor | float:
+        if self.keep is None:
+            return self.ponder_weight
+        run = state.ponder.detach().ceil() - 1  # the remainder is above 0 and at most 1
+        return self.ponder_weight + self.keep_weight * (run.mean() / len(state.scores) - self.keep)
 
     def cost_of(self, shape: BlockShape, tokens: int, remaining: int, *, protected: int) -> Cost:
         """That of the block: tokens halt behind it, and sums are not counted."""
