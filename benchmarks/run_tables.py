@@ -18,7 +18,7 @@ COMMON = "--dtype bfloat16 --compile --rounds 5"
 TABLES = {
     "h200_vit_large_r8": "vit_large_patch16_224 -r 8 -m mctf_exact --batch 128",
     "h200_deit_tiny_r16": "deit_tiny_patch16_224 -r 16 -m mctf_exact --batch 256",
-    "h200_deit_tiny_r16_graphs": "deit_tiny_patch16_224 -r 16 -m mctf_exact,mctf,tome --batch 256 --mode reduce-overhead",
+    "h200_deit_tiny_r16_graphs": "deit_tiny_patch16_224 -r 16 -m mctf_exact --batch 256 --mode reduce-overhead",
     "h200_deit_small_r16": "deit_small_patch16_224 -r 16 -m mctf_exact,mctf,tome --batch 256",
     "h200_deit_base_r16": "deit_base_patch16_224 -r 16 -m mctf_exact,mctf,tome --batch 256",
     "h200_deit_small_fast": "deit_small_patch16_224 -r fast -m mctf_exact,mctf --batch 256",

@@ -132,7 +132,7 @@ def check(fused: nn.Module, images: Tensor, name: str, *, run: Callable[[Tensor]
     reference = copy.deepcopy(fused).float()
     with plain_operations():
         expected = reference(images[:_CHECKED_IMAGES].float())
-    found = run(images)[:_CHECKED_IMAGES] if run else fused(images[:_CHECKED_IMAGES])
+    found = fused(images[:_CHECKED_IMAGES]) if run is None else run(images)[:_CHECKED_IMAGES]
     found = found.float()
     distance = ((found - expected).norm(dim=1) / expected.norm(dim=1)).median().item()
     if not distance <= _TOLERANCE[images.dtype]:
