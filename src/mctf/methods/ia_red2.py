@@ -5,8 +5,8 @@ three groups; before the first block of each (0, 4, 8 of twelve) the interpreter
 
     p_i = mean over heads of sigmoid(q_class . k_i / sqrt(d)),    q and k linear in LayerNorm(x), which has no weights
 
-In inference the tokens with p_i > 0.5 stay; in training they are drawn, u_i ~ Bernoulli(p_i). What goes never comes
-back. The interpreters learn by REINFORCE with a self-critical baseline, the reward of what inference would do:
+In inference the tokens with p_i > 0.5 stay; in training they are drawn, u_i. What goes never comes back. The
+interpreters learn by REINFORCE with a self-critical baseline, the reward of what inference would do:
 
     loss = -(reward(u) - reward(p > 0.5)) * log P(u)
     reward = 1 - (keep + |kept - keep|)^2 if the answer is right, else -penalty
@@ -14,11 +14,14 @@ back. The interpreters learn by REINFORCE with a self-critical baseline, the rew
 Choices where the public facts end:
 - kept is the share of patches over all blocks. Above the target `keep` the reward is BlockDrop's, 1 - kept^2; below, it
   falls again: without a target, or with nothing to gain below it, too much is dropped once all p are near 0.5.
+- They are drawn with sharper chances than p, four times its logits: while many p are near 0.5, drawing by p itself
+  drops half of what inference keeps. What still differs between the two in the mean over a batch is added to the share
+  that was drawn, so that it is inference which ends at the target.
 - log P(u) is a mean over patches, summed over groups; the weights that the released file has for groups are not used.
 - Interpreters and blocks learn at the same time, the blocks by cross-entropy alone: interpreters read tokens without
   gradient. The authors' curriculum over the groups is the option `group`.
-- Interpreters have no value projection, which nothing reads. Their biases start where every p is near sigmoid(2) =
-  0.88, so that inference starts as the plain model.
+- Interpreters have no value projection, which nothing reads. Their biases start where every p is near sigmoid(0.5) =
+  0.62 and drawn with a chance of 0.88, so that inference starts as the plain model.
 - Tokens that go really leave, in training as in inference.
 
 Axes: B images, N tokens, n patches that entered, C channels, H heads, d channels a head.
@@ -41,8 +44,9 @@ from ..errors import MctfError
 from .adaptive import Adaptive, present
 from .base import BlockOps, Step, Turn, check_class_token, run_unfused
 
-_START = 2.0  # logits of the keep probabilities of fresh interpreters
-_SMALLEST = 1e-6  # a probability whose logarithm is taken
+_START = 0.5  # logits of the keep probabilities of fresh interpreters
+_SURE = (1e-6, 1 - 1e-6)  # probabilities beyond have no finite logit in float32
+_SHARPNESS = 4.0  # of the chances in training, as a factor of their logits
 
 
 @dataclass(frozen=True)
@@ -132,13 +136,14 @@ class IARED2(Adaptive):
         probability = self.layers_of(turn)(x.detach())
         group = len(policy.decisions) + 1
         learns = turn.training and self.group in (None, group)
-        stays = probability.detach().bernoulli().bool() if learns else probability > 0.5
+        chance = _SHARPNESS * probability.clamp(*_SURE).logit()
+        stays = chance.detach().sigmoid().bernoulli().bool() if learns else probability > 0.5
         if self.group is not None and group > self.group:
             stays = torch.ones_like(stays)
         patches = there & (torch.arange(x.shape[1], device=x.device) >= turn.protected)
         log_probability = probability.new_zeros(len(x))
         if turn.training:  # those that do not learn are in it too: every parameter is to have a gradient, if 0
-            chosen = torch.where(stays, probability, 1 - probability).clamp_min(_SMALLEST).log()
+            chosen = F.logsigmoid(torch.where(stays, chance, -chance))
             log_probability = learns * (chosen * patches).sum(dim=1) / policy.patches
         kept = (stays & patches).sum(dim=1) / policy.patches
         return (stays & there) | (there & ~patches), Decision(turn.index, kept, log_probability)
@@ -153,8 +158,10 @@ class IARED2(Adaptive):
             return drawn.logits.new_zeros(())
         with torch.no_grad(), _evaluating(model):
             greedy = run_branch(model, images)
-        advantage = self.reward(drawn.logits, policy.kept(), labels)
-        advantage = advantage - self.reward(greedy.logits, greedy.carries[-1].kept(), labels)
+        inferred = greedy.carries[-1].kept()
+        shift = inferred.mean() - policy.kept().mean()
+        advantage = self.reward(drawn.logits, policy.kept() + shift, labels)
+        advantage = advantage - self.reward(greedy.logits, inferred, labels)
         return -self.weight * (advantage * policy.log_probability()).mean()
 
     @torch.no_grad()
