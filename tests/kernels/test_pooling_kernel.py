@@ -10,13 +10,13 @@ from mctf.kernels import pooling_op
 from .conftest import distance, poisoned
 
 
-@pytest.fixture(params=[0, 4], ids=["as in a large batch", "as in a small batch"])
-def few_images(request, monkeypatch):
-    monkeypatch.setattr(pooling_op, "_FEW_IMAGES", request.param)
+@pytest.fixture(params=[0, 800], ids=["as of many slots", "as of few slots"])
+def few_slots(request, monkeypatch):
+    monkeypatch.setattr(pooling_op, "_FEW_SLOTS", request.param)
 
 
 @pytest.fixture
-def fusion(device, few_images):
+def fusion(device, few_slots):
     generator = torch.Generator().manual_seed(3)
     slots = torch.stack([(torch.randperm(50, generator=generator) % 31) for _ in range(2)])
     slots[0, slots[0] == 4] = 5  # one slot with many tokens …
@@ -40,7 +40,7 @@ def test_both_tensors_and_sizes(fusion, dtype, near, monkeypatch):
 
 
 @pytest.mark.parametrize("channels", [300, 1024])
-def test_more_members_and_channels_than_a_program_takes_at_once(device, few_images, channels):
+def test_more_members_and_channels_than_a_program_takes_at_once(device, few_slots, channels):
     slots = torch.tensor([[0] * 70 + [1] + [2] * 9]).to(device)
     x, weights = torch.randn(1, 80, channels, device=device), torch.rand(1, 80, device=device) + 0.1
     assignment = Assignment(slots, 3)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..core.assignment import Assignment
-from .launch import channels_last, launchable
+from .launch import channels_last, launchable, varies
 
-_FEW_IMAGES = 4
+_FEW_SLOTS = 800  # of all images together: four images of 197 tokens, or one of 577
 
 
 def members(assignment: Assignment) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def pool(
     batch, tokens, channels = x.shape
     count = start.shape[1] - 1
     x_width, y_width = (1 << (tensor.shape[2] - 1).bit_length() for tensor in (x, other))
-    parts, manner = _manner(batch, max(x_width, y_width))
+    parts, manner = _manner(batch, count, max(x_width, y_width))
     launchable(pooling_kernel)[(count, batch, parts)](
         x, other, weights, weights if sizes is None else sizes, order, start, *outputs,
         tokens, count, channels, other.shape[2], *x.stride()[:2], *other.stride()[:2],
@@ -49,12 +49,12 @@ def pool(
     return outputs
 
 
-def _manner(batch: int, width: int) -> tuple[int, dict[str, int]]:
+def _manner(batch: int, count: int, width: int) -> tuple[int, dict[str, int]]:
     """Into how many parts the channels are cut; how many members a program adds up at a time, and its warps.
 
-    In a large batch the programs hide each other's waiting. In a small one the slot with most members is waited for.
+    Where there are many slots, the programs hide each other's waiting. Of few, the one with most members is waited for.
     """
-    if batch <= _FEW_IMAGES:
+    if not (varies(batch) or varies(count)) and batch * count <= _FEW_SLOTS:
         return max(1, width // 256), {"MEMBERS": 32, "num_warps": 4}
     return 1, {"MEMBERS": 1, "num_warps": max(1, width // 1024)}
 
