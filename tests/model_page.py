@@ -17,7 +17,7 @@ from models import NAMES, family_of, make, make_images, run
 from test_timm_hosts import REAL
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
-PUBLISHED = ("deit_small_patch16_224", "t2t_vit_t_14", "t2t_vit_t_19", "lvvit_t", "lvvit_s", "lvvit_m")
+PUBLISHED = ("deit_small_patch16_224", "embedded", "t2t_vit_t_14", "t2t_vit_t_19", "lvvit_t", "lvvit_s", "lvvit_m")
 
 TOP = """\
 # Models

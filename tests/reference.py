@@ -32,11 +32,15 @@ class Options:
 
 @dataclass
 class Result:
-    """What the reference hands out for one image: the last tokens and how each block grouped its tokens."""
+    """What the reference hands out for one image: the last tokens and how each block grouped its tokens.
+
+    covered: after each block the input tokens that have a share in any token, where somebody asks.
+    """
 
     tokens: Tensor
     sizes: list[float]
     groups: list[Groups] = field(default_factory=list)
+    covered: list[set[int]] = field(default_factory=list)
 
     def source_map(self, tokens: int) -> list[int]:
         """The final slot of each input token, following it through all blocks."""
@@ -59,6 +63,10 @@ class Tokens:
         """The tokens x of the groups, with all that goes with them."""
         sizes = [sum(self.sizes[i] for i in members) for members in groups]
         return Tokens(x, sizes, [self._places(members, weights) for members in groups])
+
+    def covered(self) -> set[int]:
+        """The input tokens that have a share in any of these."""
+        return {place for shares in self.cover for place, share in shares.items() if share > 0}
 
     def _places(self, members: list[int], weights: list[float]) -> dict[int, float]:
         total = sum(weights[i] for i in members)

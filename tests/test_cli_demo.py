@@ -1,6 +1,8 @@
 """`mctf demo` as people call it: with and without weights, in words and as JSON, and what it refuses."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 
@@ -15,6 +17,7 @@ from mctf.analysis.comparison import Timing
 from mctf.cli import demo
 from mctf.models.loading import create
 from mctf.report import demonstration, photographs
+from mctf.tiny_imagenet import class_names
 
 QUICK = ("--model", "test_vit", "-r", 8, "--batch", 2, "--rounds", 2, "--device", "cpu")
 
@@ -25,6 +28,32 @@ def command(monkeypatch, capsys, tmp_path) -> Command:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return Command(monkeypatch, capsys)
+
+
+def test_by_default_the_embedded_model_says_in_words_what_it_sees(command, tmp_path) -> None:
+    outcome = command("demo", "--batch", 1, "--rounds", 1, "--device", "cpu")
+    assert outcome.code == 0, outcome.err
+    assert str(mctf.plan("embedded", r=16)) in outcome.out
+    assert "weights: pretrained, 200 classes" in outcome.out
+    names = "|".join(re.escape(names.split(",")[0]) for names in class_names().values())
+    for photograph in ("chelsea", "coffee", "rocket", "astronaut"):
+        answer = rf"^  {photograph} +({names}) \d+% +fused: ({names}) \d+%$"
+        assert re.search(answer, outcome.out, flags=re.MULTILINE), outcome.out
+    sheet = Image.open(tmp_path / "mctf-demo" / "fused.png")
+    assert sheet.height > 4 * 448, "photographs of 64 pixels are enlarged seven times"
+
+
+def test_threads_sleep_before_torch_comes() -> None:
+    code = (
+        "import os, sys; from mctf.cli import demo, reproduce\n"
+        "demo.wait_without_spinning(); assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    surroundings = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for given, expected in (({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")):
+        ran = subprocess.run(
+            [sys.executable, "-c", code], env=surroundings | given, capture_output=True, text=True, check=True
+        )
+        assert ran.stdout.strip() == expected
 
 
 def test_without_network_it_says_that_weights_are_random(command, tmp_path) -> None:

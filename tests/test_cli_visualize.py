@@ -90,6 +90,21 @@ def test_equal_patches_end_in_one_colour(command, tmp_path) -> None:
     assert np.abs(middles[:, 5:] - (250, 240, 20)).max() <= 3
 
 
+def test_patches_that_were_dropped_are_grey_and_not_fused(command, tmp_path) -> None:
+    """The last row of 10 x 10 red patches leaves in block 1."""
+    Image.new("RGB", (160, 160), "red").save(tmp_path / "red.png")
+    arguments = ("--random-weights", "-m", "free_drop", "-r", 10, "--show-blocks", "1", "--scale", 1)
+    outcome = command("visualize", "red.png", "--model", "test_vit", *arguments)
+    assert outcome.code == 0, outcome.err
+    sheet = np.asarray(Image.open("fused.png").convert("RGB")).astype(int)
+    left = (sheet.shape[1] - 2 * 160) // 3  # the margin, as wide as the gap between the panels
+    panel = sheet[left : left + 160, 2 * left + 160 : 2 * left + 320]
+    kept, dropped = panel[:144], panel[145:159, 1:159]
+    assert (kept[..., 1:] == 0).all()
+    assert np.ptp(dropped, axis=2).max() == 0
+    assert len(np.unique(dropped)) == 2, "stripes"
+
+
 def test_oblong_images_and_other_methods(command, images, tmp_path) -> None:
     size = ("--image-size", "96x160", "--scale", 1, "--show-blocks", "5")
     outcome = command("visualize", images[0], "--model", "test_vit", "--random-weights", "-m", "tome", *size)

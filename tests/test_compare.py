@@ -21,6 +21,7 @@ from mctf.analysis.contest import CONTROL, FREE, LEARNED, Entrant, Outcome, Stan
 from mctf.analysis.evaluate import Row, Setting
 from mctf.analysis.fidelity import Scores
 from mctf.analysis.measured import mean_tokens
+from mctf.cli.tables import print_outcome
 from mctf.learned import keep_aside, whole_state
 from mctf.methods import make_method
 from mctf.report.plots import Line, Panel, draw, spread_apart, write_plot
@@ -211,6 +212,28 @@ class TestVerdicts:
         rows = [standing("mctf", None, class_cosine=0.9), standing("tome", None, class_cosine=0.8)]
         assert verdicts(rows)[0] == "at 0.7 GFLOPs mctf loses least: cosine 0.9000"
         assert "lowest distance" in verdicts(rows)[1]
+
+
+class TestColumnOfR:
+    def printed(self, capsys: pytest.CaptureFixture[str], *reductions: object) -> list[str]:
+        rows = [standing("mctf", 0.1), *(standing("tome", 0.2) for _ in reductions[1:])]
+        rows = [replace(each, row=replace(each.row, r=r)) for each, r in zip(rows, reductions, strict=True)]
+        base = replace(rows[0].row, method="base", r=0)
+        print_outcome(Outcome(2, base, tuple(rows), ()), title="a title", notes=["a note"])
+        return capsys.readouterr().out.splitlines()
+
+    def test_a_mean_over_blocks_is_marked_and_explained(self, capsys: pytest.CaptureFixture[str]) -> None:
+        lines = self.printed(capsys, (0, 13, 12, 12, 12), 16)
+        cells = {line.split()[0]: line.split()[1] for line in lines if line.startswith((" mctf", " tome", " base"))}
+        assert cells == {"base": "0", "mctf": "12.25*", "tome": "16"}
+        start = lines.index("a note") - 1
+        assert lines[start].startswith("*: r differs from block to block, and this is the mean over the blocks that")
+
+    @pytest.mark.parametrize("r", [16, 0.35, "fast"])
+    def test_r_that_is_the_same_in_all_blocks_stands_as_it_is(self, capsys, r: object) -> None:
+        lines = self.printed(capsys, r)
+        assert next(line.split()[1] for line in lines if line.startswith(" mctf")) == str(r)
+        assert "*" not in "".join(lines)
 
 
 @pytest.fixture

@@ -162,6 +162,13 @@ class TestLabels:
         by_folder = dict(zip(images.folders, find_labels(images, num_classes=1000).indices or (), strict=True))
         assert by_folder == {wnids[7]: 7, wnids[3]: 3, wnids[999]: 999}
 
+    def test_follow_tiny_imagenet_where_folders_are_its_wnids(self, tmp_path: Path) -> None:
+        images = find_images(write_folder(tmp_path, "n12267677/a.png", "n01443537/b.png", "n02123045/c.png"))
+        labels = find_labels(images, num_classes=200)
+        assert labels == Labels((0, 30, 199), ("classes are numbered as in Tiny-ImageNet",))
+        assert find_labels(images, num_classes=199).indices is None
+        assert find_labels(images, num_classes=3).notes == ("classes are numbered by folder name",)
+
     def test_follow_the_folders_where_these_are_as_many_as_classes(self, images: ImageFiles) -> None:
         labels = find_labels(images, num_classes=3)
         assert labels.indices == (0, 0, 1, 1, 2)

@@ -45,6 +45,36 @@ def test_every_panel_shows_its_own_image_after_its_own_block(prefix: int) -> Non
     assert gallery(model, inputs, preprocessing, blocks=(1, 5), scale=1).tobytes() == expected.tobytes()
 
 
+def test_dropped_patches_are_drawn_counted_and_explained() -> None:
+    """Six leave each block but the first: the last ones of the image, row by row."""
+    model, preprocessing, inputs = prepared()
+    mctf.fuse(model, "free_drop", r=6)
+    rows = []
+    for image in (seen_image(tensor, preprocessing) for tensor in inputs):
+        whole = fused_picture(image, range(60), grid=(6, 10), scale=1)
+        half = fused_picture(image, range(60), grid=(6, 10), dropped=np.arange(60) >= 30, scale=1)
+        captions = ("input: 61 tokens", "block 0: 61 tokens", "block 5: 31 tokens, 30 dropped")
+        rows.append([Panel(*each) for each in zip((image, whole, half), captions, strict=True)])
+    expected = make_sheet(rows, legend="striped grey: dropped, seen by no later block")
+    assert gallery(model, inputs, preprocessing, blocks=(0, 5), scale=1).tobytes() == expected.tobytes()
+
+
+def test_a_sheet_on_which_nothing_was_dropped_yet_has_no_legend() -> None:
+    model, preprocessing, inputs = prepared()
+    mctf.fuse(model, "free_drop", r=6)
+    early, late = (gallery(model, inputs, preprocessing, blocks=(block,), scale=1) for block in (0, 1))
+    assert early.width == late.width
+    assert early.height < late.height
+
+
+@pytest.mark.parametrize(("size", "scale"), [((160, 320), 3), ((96, 160), 5), ((64, 64), 7)])
+def test_small_images_are_enlarged_more(size: tuple[int, int], scale: int) -> None:
+    model = mctf.fuse(create("test_vit", image_size=size), r=2)
+    inputs, preprocessing = [torch.zeros(3, *size)], Preprocessing.of(model)
+    expected = gallery(model, inputs, preprocessing, blocks=(1,), scale=scale)
+    assert gallery(model, inputs, preprocessing, blocks=(1,)).size == expected.size
+
+
 def test_what_is_shown_is_what_the_model_sees() -> None:
     _, preprocessing, (tensor, _) = prepared()
     shown = np.asarray(seen_image(tensor, preprocessing)) / 255

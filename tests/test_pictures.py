@@ -102,6 +102,55 @@ def test_colours_stay_when_a_group_grows() -> None:
     assert before.getpixel((PATCH, 0)) == after.getpixel((PATCH, 0)) == group_colour(0, 1)
 
 
+def greys(picture: Image.Image, patch: int, *, side: int = PATCH) -> np.ndarray:
+    """The one value of all three channels in each pixel of a patch."""
+    pixels = patch_pixels(picture, patch, columns=3, side=side)
+    assert (pixels == pixels[..., :1]).all(), "no colour"
+    return pixels[..., 0]
+
+
+@pytest.mark.parametrize(("scale", "light"), [(1, 0), (1, 255), (3, 0), (3, 255), (3, 128)])
+def test_dropped_patches_are_grey_with_dark_stripes_whatever_they_show(scale: int, light: int) -> None:
+    image = Image.new("RGB", (3 * PATCH, 2 * PATCH), (light, light // 2, light))
+    picture = fused_picture(image, ALONE, grid=(2, 3), dropped=np.arange(6) > 3, scale=scale)
+    for patch in (4, 5):
+        inside = greys(picture, patch, side=PATCH * scale)[1:-1, 1:-1].astype(int)
+        assert np.ptp(inside) > 50, "stripes"
+        assert len(np.unique(inside)) == 2
+        assert 0.05 < (inside == inside.min()).mean() < 0.4, "that leave the patch to be seen"
+    kept = patch_pixels(picture, 0, columns=3, side=PATCH * scale)
+    assert (kept[1:-1, 1:-1] == (light, light // 2, light)).all()
+
+
+def test_stripes_run_through_patches_dropped_side_by_side() -> None:
+    image = Image.new("RGB", (3 * PATCH, 2 * PATCH), "red")
+    alone = fused_picture(image, ALONE, grid=(2, 3), dropped=[False, True, True, False, False, False], scale=3)
+    row = np.asarray(alone)[PATCH * 3 // 2, PATCH * 3 + 1 : 3 * PATCH * 3 - 1, 0].astype(int)
+    starts = np.flatnonzero(np.diff((row == row.min()).astype(int)) == 1)
+    assert len(set(np.diff(starts))) == 1
+
+
+def test_a_dropped_patch_is_in_no_group() -> None:
+    image = make_image(2, 3)
+    slots, dropped = [0, 0, 2, 3, 2, 2], [False, True, False, False, True, False]
+    picture = fused_picture(image, slots, grid=(2, 3), dropped=dropped, scale=1)
+    inside = np.s_[1 : PATCH - 1, 1 : PATCH - 1]
+    shown, pixels = (patch_pixels(each, 0, columns=3, side=PATCH) for each in (picture, image))
+    assert np.array_equal(shown[inside], pixels[inside]), "left alone with its token, it is as it was"
+    parts = [patch_pixels(image, patch, columns=3, side=PATCH).reshape(-1, 3) for patch in (2, 5)]
+    assert middle(picture, 2, columns=3, side=PATCH) == tuple(np.concatenate(parts).mean(axis=0).round().astype(int))
+    assert picture.getpixel((3 * PATCH - 1, 0)) == group_colour(0, 2)
+    for patch in (1, 4):
+        greys(picture, patch)
+
+
+def test_a_picture_without_dropped_patches_is_that_of_the_slots() -> None:
+    image, slots = make_image(2, 3), [0, 7, 2, 7, 4, 5]
+    expected = fused_picture(image, slots, grid=(2, 3))
+    assert fused_picture(image, slots, grid=(2, 3), dropped=[False] * 6).tobytes() == expected.tobytes()
+    assert fused_picture(image, slots, grid=(2, 3), dropped=[True] * 6).tobytes() != expected.tobytes()
+
+
 @pytest.mark.parametrize("columns", [7, 13, 14, 21, 32])
 def test_neighbouring_groups_have_colours_far_apart(columns: int) -> None:
     colours = np.array([[group_colour(row, column) for column in range(columns)] for row in range(columns)], float)
@@ -123,6 +172,8 @@ def test_oblong_grids_and_other_patch_sizes(rows: int, columns: int, patch: int)
 def test_slots_that_do_not_fit_the_grid_are_refused() -> None:
     with pytest.raises(MctfError, match="one slot for each of 2x3 patches"):
         fused_picture(make_image(2, 3), np.arange(7), grid=(2, 3))
+    with pytest.raises(MctfError, match=r"one mark of dropping for each of 2x3 patches, got shape \(5,\)"):
+        fused_picture(make_image(2, 3), ALONE, grid=(2, 3), dropped=[True] * 5)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +213,24 @@ def test_captions_shrink_to_the_width_of_their_picture() -> None:
     long = np.asarray(make_sheet([[Panel(picture, "block 11: 123 tokens")]]))
     assert long.shape[1] == short.width
     assert (long[:, :3] == 255).all()
+
+
+@pytest.mark.parametrize("legend", ["what it means", "what it means " * 4])
+def test_a_legend_lies_below_everything_within_the_sheet(legend: str) -> None:
+    rows = [[Panel(Image.new("RGB", (200, 80), "red"), "one")]]
+    plain, sheet = np.asarray(make_sheet(rows)), np.asarray(make_sheet(rows, legend=legend))
+    assert sheet.shape[1] == plain.shape[1]
+    red = np.flatnonzero((sheet == (255, 0, 0)).all(axis=-1).any(axis=1))
+    rows_with_ink = np.flatnonzero((sheet[red[-1] + 1 :] < 120).all(axis=-1).any(axis=1))
+    assert (np.diff(rows_with_ink) > 2).any(), "a caption, a gap, and the legend"
+    for edge in (sheet[0], sheet[-1], sheet[:, :3], sheet[:, -3:]):
+        assert (edge == 255).all()
+
+
+def test_a_sheet_without_a_legend_has_no_room_for_one() -> None:
+    rows = [[Panel(Image.new("RGB", (200, 80), "red"), "one")]]
+    assert make_sheet(rows, legend="").tobytes() == make_sheet(rows).tobytes()
+    assert make_sheet(rows).height < make_sheet(rows, legend="more").height
 
 
 def test_an_empty_sheet_is_refused() -> None:

@@ -24,14 +24,15 @@ def test_token_counts_of_the_paper() -> None:
 
 def test_notes_where_r_had_to_be_capped() -> None:
     plan = mctf.plan(TINY, r=20)
-    assert plan.notes == [
-        "block 9: r=20 capped to 18, 37 tokens enter",  # half of those that are not protected
-        "block 10: r=20 capped to 9, 19 tokens enter",  # ten remain
-        "block 11: r=20 capped to 0, 10 tokens enter",
-    ]
-    assert plan.token_counts[-4:] == [37, 19, 10, 10]
-    assert mctf.plan(TINY, r=1000).notes[0] == "block 1: r=1000 capped to 98, 197 tokens enter"
-    assert mctf.plan(TINY, r=0.9).notes[0] == "block 1: r=176 capped to 98, 197 tokens enter"
+    assert plan.token_counts[-4:] == [37, 19, 10, 10]  # half of those that are not protected leave; ten remain
+    assert plan.capped == [9, 10, 11]
+    assert plan.notes == ["blocks 9 to 11: r=20 capped to 18, 9, 0 for want of tokens"]
+    (note,) = mctf.plan(TINY, r=1000).notes
+    assert note == "blocks 1 to 11: r=1000 capped to 98, 49, 24, 12, 4, then 0 for want of tokens"
+    (note,) = mctf.plan(TINY, r=0.9).notes
+    words = "r=176, 88, 44, 22, 11, then 8 capped to 98, 49, 24, 12, 4, then 0"
+    assert note == f"blocks 1 to 11: {words} for want of tokens"
+    assert mctf.plan(TINY, r=[0, 100] + [0] * 10).notes == ["block 1: r=100 capped to 98 for want of tokens"]
 
 
 def test_methods_differ_in_where_they_fuse() -> None:
@@ -49,14 +50,14 @@ def test_the_table_says_it_all() -> None:
     lines = str(mctf.plan(TINY, r=20)).splitlines()
     assert lines[0] == "deit_tiny_patch16_224, mctf r=20"
     assert lines[1].split() == ["block", "tokens", "in", "fused", "tokens", "out", "GFLOPs"]
-    assert len(lines) == 2 + 12 + 1 + 3
+    assert len(lines) == 2 + 12 + 1 + 1
     assert [line.split()[:4] for line in lines[2:5]] == [
         ["0", "197", "0", "197"],
         ["1", "197", "20", "177"],
         ["2", "177", "20", "157"],
     ]
     assert lines[14] == "0.60 GFLOPs of 1.26 (52% saved)"
-    assert lines[15] == "note: block 9: r=20 capped to 18, 37 tokens enter"
+    assert lines[15] == "note: blocks 9 to 11: r=20 capped to 18, 9, 0 for want of tokens"
 
 
 def test_as_dict_is_json() -> None:

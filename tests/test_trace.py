@@ -76,7 +76,7 @@ def test_features_of_another_shape_are_refused() -> None:
 def test_a_trace_without_a_pass_says_so() -> None:
     with mctf.trace(mctf.fuse(make("plain"))) as trace:
         pass
-    for look in (lambda: trace.blocks, lambda: trace.token_counts, trace.source_map):
+    for look in (lambda: trace.blocks, lambda: trace.token_counts, trace.source_map, trace.dropped):
         with pytest.raises(mctf.MctfError, match="nothing was traced yet"):
             look()
     assert repr(trace) == "Trace(token_counts=[])"
@@ -92,8 +92,9 @@ def test_a_trace_shows_its_token_counts() -> None:
 @pytest.mark.parametrize("block", [4, -5])
 def test_a_block_that_is_not_there_is_refused(block: int) -> None:
     trace = traced(mctf.fuse(make("plain")))
-    with pytest.raises(mctf.MctfError, match="there are blocks 0 to 3"):
-        trace.source_map(block)
+    for look in (trace.source_map, trace.dropped):
+        with pytest.raises(mctf.MctfError, match="there are blocks 0 to 3"):
+            look(block)
 
 
 @torch.no_grad()

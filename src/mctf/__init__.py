@@ -5,7 +5,7 @@
     logits = model(images)
 
 Names are imported when first used: `import mctf` and `mctf --help` need no torch. timm knows the models of
-`mctf.models` (T2T-ViT, LV-ViT) as soon as both packages are imported.
+`mctf.models` (T2T-ViT, LV-ViT, embedded) as soon as both packages are imported.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Watching a fused model: which tokens became one, block by block.
+"""Watching a fused model: which tokens became one and which were dropped, block by block.
 
 Axes: B images, N tokens of the input, N_l tokens entering block l, M_l leaving it.
 """
@@ -24,11 +24,13 @@ class BlockTrace:
     assignment: B N_l -> M_l; the identity where nothing was fused.
     sizes: B M_l, how many input tokens each token stands for after the block.
     informativeness: B N_l, None where the method does not use it.
+    dropped: B N_l, bool, the tokens that counted for nothing in their slot; padding is among them.
     """
 
     assignment: Assignment
     sizes: Tensor
     informativeness: Tensor | None
+    dropped: Tensor
 
     @property
     def tokens(self) -> int:
@@ -57,8 +59,24 @@ class Trace:
         return [block.tokens for block in self.blocks]
 
     def source_map(self, block: int = -1) -> Tensor:
-        """For each input token its slot after the given block (default: the last): B N, int64."""
+        """For each input token its slot after the given block (default: the last): B N, int64.
+
+        A token that was dropped has the slot of one that stays, to have a place at all: see `dropped`.
+        """
         return self._composed(block).slots
+
+    def dropped(self, block: int = -1) -> Tensor:
+        """Which input tokens are in no token after the given block (default: the last): B N, bool.
+
+        They were dropped up to there, by themselves or with a token they had been fused into. In training, patches
+        that only hide behind a mask are still there.
+        """
+        first, *later = self._until(block)
+        result, source = first.dropped, first.assignment
+        for each in later:
+            result = result | source.spread(each.dropped)
+            source = source.then(each.assignment)
+        return result
 
     def spread(self, features: Tensor, block: int = -1) -> Tensor:
         """One feature per input token again, from one per token after the given block: B M … -> B N …."""
@@ -69,13 +87,18 @@ class Trace:
         return composed.spread(features)
 
     def _composed(self, block: int) -> Assignment:
+        first, *later = self._until(block)
+        result = first.assignment
+        for each in later:
+            result = result.then(each.assignment)
+        return result
+
+    def _until(self, block: int) -> list[BlockTrace]:
+        """All blocks up to the given one."""
         blocks = self.blocks
         if not -len(blocks) <= block < len(blocks):
             raise MctfError(f"block {block} was not traced: there are blocks 0 to {len(blocks) - 1}")
-        result = blocks[0].assignment
-        for later in blocks[1 : block % len(blocks) + 1]:
-            result = result.then(later.assignment)
-        return result
+        return blocks[: block % len(blocks) + 1]
 
     @torch.compiler.disable
     def record(self, index: int, x: Tensor, step: Step) -> None:
@@ -87,7 +110,8 @@ class Trace:
         batch, tokens = x.shape[:2]
         identity = Assignment(torch.arange(tokens, device=x.device).expand(batch, -1), tokens)
         sizes = torch.ones(step.x.shape[:2], device=x.device) if step.sizes is None else step.sizes
-        self._blocks[index] = BlockTrace(step.assignment or identity, sizes, step.informativeness)
+        counts = torch.ones(batch, tokens, device=x.device) if step.weights is None else step.weights
+        self._blocks[index] = BlockTrace(step.assignment or identity, sizes, step.informativeness, counts == 0)
 
 
 @contextmanager

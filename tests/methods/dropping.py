@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mctf
-from methods.naive import TOLERANCE, NaiveBlock, run_naive
+from methods.naive import TOLERANCE, NaiveBlock, assert_dropped_as_naive, run_naive
 from models import family_of, run, tokens_of
 from reference import Groups, Result, Tokens
 
@@ -37,7 +37,7 @@ def run_each(model: nn.Module, images: Tensor, block: NaiveBlock, schedule: Sequ
 def assert_as_unpadded(model: nn.Module, images: Tensor, expected: Sequence[Result]) -> list[list[int]]:
     """Each image that a fused model is given in a batch has the tokens, source map and output of `run_each`.
 
-    Gives the tokens of each image after each block.
+    The same tokens are dropped, too. Gives the tokens of each image after each block.
     """
     family, tokens = family_of(model), tokens_of(model)
     with mctf.trace(model) as trace:
@@ -45,6 +45,7 @@ def assert_as_unpadded(model: nn.Module, images: Tensor, expected: Sequence[Resu
     counts = [[len(groups) for groups in slow.groups] for slow in expected]
     found = torch.stack([(block.sizes > 0).sum(dim=1) for block in trace.blocks], dim=1)
     assert found.tolist() == counts
+    assert_dropped_as_naive(trace, expected)
     for image, slow in enumerate(expected):
         where = slow.source_map(tokens)
         assert trace.source_map()[image].tolist() == where

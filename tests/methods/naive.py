@@ -48,12 +48,13 @@ def run_naive(model: nn.Module, tokens: Tensor, schedule: Sequence[float], block
     """All blocks of the model on one image's tokens (N C); entry l of the schedule is for block l."""
     family, count = family_of(model), len(tokens)
     present = Tokens(tokens, [1.0] * count, [{place: 1.0} for place in range(count)])
-    every, kept = [], {}
+    every, covered, kept = [], [], {}
     for index, (pieces, entry) in enumerate(zip(family.pieces(model), schedule, strict=True)):
         turn = NaiveTurn(index, entry, family.prefix(model), count, kept)
         present, groups = block(pieces, present, turn)
         every.append(groups)
-    return reference.Result(present.x, present.sizes, every)
+        covered.append(present.covered())
+    return reference.Result(present.x, present.sizes, every, covered)
 
 
 def assert_as_naive(
@@ -66,7 +67,7 @@ def assert_as_naive(
     with_sizes: bool = True,
     **options: Any,
 ) -> None:
-    """The fused model's final tokens, source map, output and (where the method counts them) sizes are the naive ones.
+    """The fused model's final tokens, source map, dropped tokens, output and (where counted) sizes are the naive ones.
 
     The model must be in float64, so that no rounding decides between nearly equal tokens.
     """
@@ -80,6 +81,7 @@ def assert_as_naive(
         features = family.features(model, images)
     mctf.unfuse(model)
 
+    assert_dropped_as_naive(trace, expected)
     for image, slow in enumerate(expected):
         where = slow.source_map(tokens.shape[1])
         assert trace.source_map()[image].tolist() == where
@@ -88,6 +90,14 @@ def assert_as_naive(
         final = family.finish(model, (slow.tokens[where] if family.keeps_every_token(model) else slow.tokens)[None])
         torch.testing.assert_close(features[image], final[0], atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(output[image], family.head(model, final)[0], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def assert_dropped_as_naive(trace: mctf.Trace, expected: Sequence[reference.Result]) -> None:
+    """After every block those input tokens of each image are dropped that have no share in any token."""
+    for image, slow in enumerate(expected):
+        for block, covered in enumerate(slow.covered):
+            found = trace.dropped(block)[image].tolist()
+            assert found == [place not in covered for place in range(len(found))]
 
 
 def assert_as_naive_or_refused(name: str, block: NaiveBlock, *, method: str, schedule: Sequence[float]) -> None:

@@ -24,12 +24,17 @@ GAMMA, BETA = 3.0, 2.0  # at these the first channels of the tiny models halt to
 
 @dataclass
 class Naive:
-    """One image: the mean of each token, N C; blocks run and remainder, N; scores and running tokens by block."""
+    """One image: the mean of each token, N C; blocks run and remainder, N; scores and running tokens by block.
+
+    places: by block the tokens that have a place: those that run on, the protected ones, and, where these are none, the
+    first of those that had one.
+    """
 
     means: Tensor
     ponder: list[float]
     scores: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    places: list[set[int]] = field(default_factory=list)
 
 
 def naive_a_vit(model: nn.Module, x: Tensor, blocks: list[int] | None = None) -> Naive:
@@ -38,7 +43,7 @@ def naive_a_vit(model: nn.Module, x: Tensor, blocks: list[int] | None = None) ->
     pieces, protected, tokens = family.pieces(model), family.prefix(model), len(x)
     found = Naive(torch.zeros_like(x), [0.0] * tokens)
     gathered, rest = [0.0] * tokens, [1.0] * tokens
-    running = list(range(tokens))
+    running, places = list(range(tokens)), set(range(tokens))
     for index, block in enumerate(pieces):
         if running:
             x = reference.whole_block(block, Tokens(x, [1.0] * len(x), [{place: 1.0} for place in running]), PLAIN).x
@@ -59,6 +64,8 @@ def naive_a_vit(model: nn.Module, x: Tensor, blocks: list[int] | None = None) ->
                 still.append(row)
         if index < len(pieces) - 1:
             x, running = x[still], [running[row] for row in still]
+            places = {*range(protected), *running} or {min(places)}
+        found.places.append(places)
         found.scores.append(score / (tokens - protected))
         found.counts.append(len(running))
     return found
@@ -69,13 +76,16 @@ def naive_images(model: nn.Module, images: Tensor, blocks: list[int] | None = No
 
 
 def assert_as_described(model: nn.Module, images: Tensor, expected: list[Naive]) -> None:
-    """Running tokens, means and output of the fused model are those of the images alone."""
+    """Running and dropped tokens, means and output of the fused model are those of the images alone."""
     family = family_of(model)
     with mctf.trace(model) as trace:
         output, features = run(model, images), family.features(model, images)
     found = torch.stack([(block.sizes > 0).sum(dim=1) for block in trace.blocks], dim=1)
     assert found.tolist() == [[max(1, count) for count in each.counts] for each in expected]
     for image, naive in enumerate(expected):
+        for block, places in enumerate(naive.places):
+            dropped = trace.dropped(block)[image].tolist()
+            assert dropped == [token not in places for token in range(len(dropped))]
         final = family.finish(model, naive.means[None])
         torch.testing.assert_close(features[image], final[0], atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(output[image], family.head(model, final)[0], atol=TOLERANCE, rtol=TOLERANCE)
@@ -122,6 +132,7 @@ def test_images_whose_tokens_have_all_halted_leave_their_means(name: str) -> Non
     with mctf.trace(model) as trace:
         output = run(model, images)
     assert [(block.sizes > 0).sum(dim=1).tolist() for block in trace.blocks][1:] == [[1, 1]] * 3
+    assert trace.dropped().tolist() == [[False] + [True] * (tokens_of(model) - 1)] * 2  # the first one stands in
     torch.testing.assert_close(output, family.head(model, family.finish(model, means)), atol=1e-6, rtol=1e-6)
 
 

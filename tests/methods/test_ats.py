@@ -149,7 +149,8 @@ def test_the_published_blocks_and_samples() -> None:
     assert plan.token_counts == [197] * 3 + [196 - block for block in range(9)]
     assert plan.notes == ["how many tokens leave depends on the image: token counts and GFLOPs are upper bounds"]
     assert mctf.plan(model, method="ats", r=96).token_counts[3:5] == [101, 100]
-    assert mctf.plan(model, method="ats", r=0.99).notes[0] == "block 3: r=194 capped to 189, 197 tokens enter"
+    capped = mctf.plan(model, method="ats", r=0.99).notes[0]
+    assert capped == "blocks 3 to 11: r=194, then 5 capped to 189, then 0 for want of tokens"
 
 
 @pytest.mark.parametrize("samples", [0, -1, True, 2.5, "all"])

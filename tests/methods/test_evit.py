@@ -128,7 +128,8 @@ def test_one_attentive_token_always_stays(fuse: bool, left: int) -> None:
         assert model(make_images(model, 2)).isfinite().all()
     plan = mctf.plan(model, method="evit", r=[1000, 0, 0.9, 3], fuse_inattentive=fuse)
     assert trace.token_counts == plan.token_counts == [5 + left] * 4
-    assert plan.notes[0] == f"block 0: r=1000 capped to {64 - left}, 69 tokens enter"
+    assert (plan.reductions[0].asked, plan.reductions[0].taken) == (1000, 64 - left)
+    assert plan.capped == [0, 3]
 
 
 def test_an_option_that_is_no_switch_is_refused() -> None:

@@ -130,7 +130,7 @@ def test_leaves_weights_for_eval_and_refuses_to_start_over(
     )
     outcome = run(*short)
     assert outcome.code == 0, outcome.err
-    assert "test_vit (0.3 M parameters), mctf r=2, consistency: 1 epochs of 6 steps, batch 16, cpu" in outcome.out
+    assert "test_vit (0.3 M parameters), mctf r=2, consistency: 1 epoch of 6 steps, batch 16, cpu" in outcome.out
     assert "step 6 of 6: loss " in outcome.out
     assert "top-1 %" in outcome.out
     names = {path.name for path in output.iterdir()}

@@ -206,7 +206,7 @@ def test_the_command_trains_and_eval_reads_what_it_leaves(
     run = Command(monkeypatch, capfd)
     done = run("finetune", *arguments(place, output, method, "--validation", place / "val"))
     assert done.code == 0, done.err
-    assert "cross-entropy: 1 epochs of 4 steps" in done.out
+    assert "cross-entropy: 1 epoch of 4 steps" in done.out
     assert "untrained" not in done.out + done.err
     ours = json.loads((output / "evaluation.json").read_text())
     r = ours["rows"][-1]["r"]

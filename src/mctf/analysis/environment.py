@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..errors import MctfError
+from ..wording import counted
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -31,7 +32,7 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type == "cpu":
-        return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
+        return f"cpu ({platform.machine()}, {counted(torch.get_num_threads(), 'thread')})"
     return str(device)
 
 

@@ -22,6 +22,7 @@ from ..errors import MctfError
 from ..learned import UntrainedWarning, kept_aside
 from ..models.sharing import copy_sharing_weights
 from ..processes import gather
+from ..wording import name_blocks
 from .fidelity import Output, Scores, average, concatenate, score
 from .measured import Measured, count_tokens, summarise
 from .pairing import standard_error
@@ -201,9 +202,8 @@ def _row(method: str, contender: _Contender, made: Plan, measured: Measured | No
 def _notes(plans: Sequence[Plan], rows: Sequence[Row], classifies: bool) -> tuple[str, ...]:
     notes = []
     for each in plans:
-        capped = [block for block, step in enumerate(each.reductions) if step.taken < step.asked]
-        if capped:
-            notes.append(f"{each.method} r={each.r} is capped for want of tokens in {_name_blocks(capped)}")
+        if each.capped:
+            notes.append(f"{each.method} r={each.r} is capped for want of tokens in {name_blocks(each.capped)}")
     for row in rows:
         if row.mean_tokens is not None:
             counts = " ".join(f"{count:.1f}" for count in row.mean_tokens)
@@ -211,16 +211,6 @@ def _notes(plans: Sequence[Plan], rows: Sequence[Row], classifies: bool) -> tupl
     if not classifies:
         notes.append("the model has no classifier: agreement, KL and accuracy are unknown")
     return tuple(notes)
-
-
-def _name_blocks(blocks: Sequence[int]) -> str:
-    """block 3, blocks 3 to 6, or blocks 3, 6, 9."""
-    first, last = blocks[0], blocks[-1]
-    if first == last:
-        return f"block {first}"
-    if last - first == len(blocks) - 1:
-        return f"blocks {first} to {last}"
-    return f"blocks {', '.join(map(str, blocks))}"
 
 
 def _untrained_notes(methods: Sequence[str]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from ..methods import make_method
 from ..methods.adaptive import Adaptive
 from ..methods.base import Method, check_switches
 from ..models.loading import create_empty
+from ..wording import listed, name_blocks
 
 DEPENDS = "how many tokens leave depends on the image: token counts and GFLOPs are upper bounds"
 
@@ -56,14 +57,18 @@ class Plan:
         return 1 - self.gflops / self.gflops_base
 
     @property
+    def capped(self) -> list[int]:
+        """Blocks that fewer tokens leave than was asked for."""
+        return [block for block, step in enumerate(self.reductions) if step.taken < step.asked]
+
+    @property
     def notes(self) -> list[str]:
-        """A line for every block whose r had to be capped, and one where images decide."""
-        capped = [
-            f"block {index}: r={step.asked} capped to {step.taken}, {step.tokens} tokens enter"
-            for index, step in enumerate(self.reductions)
-            if step.taken < step.asked
-        ]
-        return [*capped, DEPENDS] if self.adaptive else capped
+        """A line where r had to be capped in some blocks, and one where images decide."""
+        notes = [DEPENDS] if self.adaptive else []
+        if capped := self.capped:
+            asked, taken = (listed([getattr(self.reductions[i], kind) for i in capped]) for kind in ("asked", "taken"))
+            notes.insert(0, f"{name_blocks(capped)}: r={asked} capped to {taken} for want of tokens")
+        return notes
 
     def as_dict(self) -> dict[str, object]:
         """Plain numbers, for JSON."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MctfError
+from ..wording import counted
 from .measuring import Measuring, measuring_options, title_of
 from .options import FILE, parse_names
 from .progress import progress, ticking
@@ -57,7 +58,7 @@ def command(methods: str, targets: str, plot: Path | None, output: Path | None, 
         from ..report.plots import draw, write_plot
         from ..report.standings import panels
 
-        write_plot(draw(panels(outcome), title=f"{facts['model']}, {facts['images']} images"), plot)
+        write_plot(draw(panels(outcome), title=f"{facts['model']}, {counted(facts['images'], 'image')}"), plot)
     if as_json:
         return
     from .tables import print_outcome

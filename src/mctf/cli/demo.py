@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..wording import counted
 from .options import FILE, device_option, json_option, method_option, parse_reduction, reduction_option
 from .progress import progress
+from .threads import wait_without_spinning
 from .weights import RANDOM, load_or_random
 from .writing import check_folder, give_json, say_nothing
 
@@ -23,11 +25,11 @@ _PAYS = 1.02  # a smaller gain is less than two runs of one and the same model d
     epilog="""\b
 Examples:
   mctf demo
+  mctf demo -r fast --batch 32 --output results --json
   mctf demo --model deit_tiny_patch16_224 --weights tiny.safetensors
-  mctf demo -r 20 --batch 32 --output results --json
 """,
 )
-@click.option("--model", default="deit_small_patch16_224", show_default=True, help="A timm model.")
+@click.option("--model", default="embedded", show_default=True, help="A timm model; embedded comes with mctf.")
 @click.option("--weights", type=FILE, help="Weights file; pretrained or random ones by default.")
 @reduction_option
 @method_option
@@ -56,9 +58,11 @@ def command(
 ) -> None:
     """Fuse a model on photographs that come with scikit-image: its plan, speed-up, answers, and a picture.
 
-    Trained weights are used where timm has them in its cache or can fetch them at once; otherwise weights are
-    random, and only cost, speed and picture mean something.
+    The default model is small and comes with its weights (docs/embedded.md). Of others, trained weights are used
+    where timm has them in its cache or can fetch them at once; otherwise weights are random, and only cost, speed and
+    picture mean something.
     """
+    wait_without_spinning()
     r = parse_reduction(reduction)
     check_folder(output, "--output")
 
@@ -71,7 +75,7 @@ def command(
         loaded, source = load_or_random(model, weights=weights)
         demonstration = Demonstration.of(loaded, files, method=method, r=r, device=device)
     show = say_nothing if as_json else click.echo
-    show(f"{demonstration.plan}\n\n{_weights_text(source)}")
+    show(f"{demonstration.plan}\n\n{_weights_text(source, classes=demonstration.classes)}")
 
     with progress("timing", WARMUP + rounds) as advance:
         speed = demonstration.speed(batch=batch, rounds=rounds, after_round=advance)
@@ -105,9 +109,9 @@ def _draw(demonstration: "Demonstration", folder: Path) -> Path:
     return folder / "fused.png"
 
 
-def _weights_text(source: str) -> str:
+def _weights_text(source: str, *, classes: int) -> str:
     if source != RANDOM:
-        return f"weights: {source}"
+        return f"weights: {source}" + (f", {counted(classes, 'class', 'classes')}" if classes else "")
     return (
         "weights: RANDOM. Pretrained ones are not in the cache and cannot be fetched from here, so the answers mean\n"
         "nothing; cost, speed and picture do. With --weights FILE the answers are real."
@@ -120,16 +124,18 @@ def _speed_text(speed: "Speed") -> str:
     lines = [
         f"speed: {speed.fused_images_per_second:.1f} images/s fused, {speed.plain_images_per_second:.1f} plain: "
         f"{speed.speedup:.2f} times as fast",
-        f"  medians over {speed.rounds} rounds in turns, of both and of their ratio (middle half within "
+        f"  medians over {counted(speed.rounds, 'round')} in turns, of both and of their ratio (middle half within "
         f"{speed.spread:.0%}), batch {speed.batch}, {speed.dtype}, {speed.device}",
     ]
     if speed.spread > STEADY:
         lines.append(f"  {DISTURBED}")
     elif speed.speedup < _PAYS:
         lines.append(
-            "  fusing does not pay here: unless something else keeps the machine busy, finding the pairs costs"
+            "  fusing does not pay here: unless something else keeps the machine busy, finding the pairs costs what"
         )
-        lines.append("  what the shorter sequence saves; try a larger model, image or --batch")
+        lines.append(
+            "  the shorter sequence saves; try -r fast, which looks in fewer blocks, a larger model, image or --batch"
+        )
     return "\n".join(lines)
 
 
@@ -137,7 +143,7 @@ def _fidelity_text(fidelity: "Fidelity", answers: list["Answer"], *, images: int
     parts = [f"class-token cosine {fidelity.class_cosine:.4f}"]
     if fidelity.kl is not None:
         parts = [f"same first answer for {fidelity.agreement:.0f} %", f"KL {fidelity.kl:.4f}", *parts]
-    lines = [f"fidelity to the plain model on {images} photographs: {', '.join(parts)}"]
+    lines = [f"fidelity to the plain model on {counted(images, 'photograph')}: {', '.join(parts)}"]
     if not trained:
         return f"{lines[0]}\n  of random weights: this says nothing about a trained model"
     for answer in answers:

@@ -11,6 +11,7 @@ import click
 from ..errors import MctfError
 from ..train.fields import switch
 from ..train.recipe import Recipe, read_recipe, read_toml
+from ..wording import counted
 from .options import json_option, options_option, parse_options
 from .progress import progress, steps_bar, ticking
 from .writing import give_json, say_nothing
@@ -160,7 +161,8 @@ def _summary(trainer: "Trainer") -> str:
     )
     return (
         f"{recipe.model} ({parameters:.1f} M parameters), {fusing}, {recipe.objective}: "
-        f"{recipe.all_epochs} epochs of {steps.per_epoch} steps, batch {batch}, {trainer.processes.device}"
+        f"{counted(recipe.all_epochs, 'epoch')} of {counted(steps.per_epoch, 'step')}, batch {batch}, "
+        f"{trainer.processes.device}"
     )
 
 
@@ -188,5 +190,5 @@ def _report(trainer: "Trainer", found: "Evaluation | None", as_json: bool) -> No
     if found is not None and not as_json:
         from .tables import print_rows
 
-        title = f"{recipe.model} on {found.images} images of {recipe.validation}"
+        title = f"{recipe.model} on {counted(found.images, 'image')} of {recipe.validation}"
         print_rows(found.rows, title=title, notes=found.notes)

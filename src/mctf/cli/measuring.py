@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MctfError
+from ..wording import counted
 from .options import (
     FILE,
     batch_size_option,
@@ -157,7 +158,8 @@ class Measuring:
 
 def title_of(facts: dict[str, Any]) -> str:
     """The line above a table of these facts."""
-    return f"{facts['model']} on {facts['images']} images of {facts['data']}, {facts['device']}, {facts['dtype']}"
+    images = counted(facts["images"], "image")
+    return f"{facts['model']} on {images} of {facts['data']}, {facts['device']}, {facts['dtype']}"
 
 
 def _workers(asked: int | None, device: "Device") -> int:

@@ -14,12 +14,13 @@ from ..core.schedule import ReductionSpec
 _PIPE_WIDTH = 120
 _HEADINGS = ("method", "r", "top-1 %", "top-5 %", "agree %", "KL", "cosine", "GFLOPs", "images/s")
 _TIMINGS = ("contender", "ms", "spread", "images/s", "speed-up", "GFLOPs", "peak MiB", "off by")
+_MEAN = "*: r differs from block to block, and this is the mean over the blocks that reduce; --json lists them"
 _WORDS = ("method", "contender", "remark")  # columns that hold no numbers
 
 
 def print_rows(rows: Sequence[Row], *, title: str, notes: Sequence[str]) -> None:
     """The rows of an evaluation on stdout, then its notes."""
-    _print(_HEADINGS, [_cells(row) for row in rows], title, [f"note: {note}" for note in notes])
+    _print(_HEADINGS, [_cells(row) for row in rows], title, [*_footnotes(rows), *(f"note: {note}" for note in notes)])
 
 
 def print_benchmark(results: Sequence[Result], *, title: str, notes: Sequence[str]) -> None:
@@ -30,7 +31,8 @@ def print_benchmark(results: Sequence[Result], *, title: str, notes: Sequence[st
 def print_outcome(outcome: Outcome, *, title: str, notes: Sequence[str]) -> None:
     """The standings of methods at equal cost on stdout below the plain model, then what follows from them."""
     rows = [[*_cells(outcome.base), "-", ""], *(_standing_cells(each) for each in outcome.standings)]
-    _print((*_HEADINGS, "wanted", "remark"), rows, title, notes)
+    footnotes = _footnotes([each.row for each in outcome.standings])
+    _print((*_HEADINGS, "wanted", "remark"), rows, title, [*footnotes, *notes])
 
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, notes: Sequence[str]) -> None:
@@ -81,11 +83,15 @@ def _cells(row: Row) -> list[str]:
 
 
 def _reduction(r: ReductionSpec) -> str:
-    """r as it was given; of a list the mean over the blocks that fuse."""
+    """r as it was given; of a list the mean over the blocks that reduce, with a mark that `_footnotes` explains."""
     if isinstance(r, (str, int, float)):
         return str(r)
     taken = [entry for entry in r if entry]
-    return f"{sum(taken) / max(1, len(taken)):.2f}"
+    return f"{sum(taken) / max(1, len(taken)):.2f}*"
+
+
+def _footnotes(rows: Sequence[Row]) -> list[str]:
+    return [_MEAN] if any("*" in _reduction(row.r) for row in rows) else []
 
 
 def _number(value: float | None, form: str) -> str:

@@ -29,7 +29,7 @@ from .writing import check_writable
     "visualize",
     epilog="""\b
 Examples:
-  mctf visualize cat.jpg --model deit_small_patch16_224
+  mctf visualize cat.jpg --model embedded
   mctf visualize cat.jpg dog.jpg --model deit_tiny_patch16_224 --weights tiny.safetensors --output fused.png
   mctf visualize cat.jpg --model deit_small_patch16_224 -r fast --method tome --show-blocks 3,6,9
 """,
@@ -44,7 +44,7 @@ Examples:
 @blocks_option
 @click.option("--show-blocks", metavar="I,J,…", help="Blocks to show; quarters of the depth and the last by default.")
 @image_size_option
-@click.option("--scale", type=click.IntRange(1, 16), default=3, show_default=True, help="Enlargement of the picture.")
+@click.option("--scale", type=click.IntRange(1, 16), help="Enlargement; 3 by default, more for small images.")
 @click.option(
     "--output",
     "-o",
@@ -65,14 +65,14 @@ def command(
     blocks: str | None,
     show_blocks: str | None,
     image_size: str | None,
-    scale: int,
+    scale: int | None,
     output: Path,
     as_json: bool,
 ) -> None:
     """Draw each IMAGE as the model sees it, and what its patches became in some blocks, side by side.
 
     Patches fused into one token share their mean colour and a border; patches that are still alone keep their
-    pixels. One row an image.
+    pixels; patches that a method has dropped are grey with stripes. One row an image.
     """
     r, fused_blocks, size = parse_reduction(reduction), parse_blocks(blocks), parse_image_size(image_size)
     shown, options = parse_blocks(show_blocks, option="--show-blocks"), parse_options(pairs)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .. import tiny_imagenet
 from ..errors import MctfError
 from .files import ImageFiles
 
@@ -27,8 +28,9 @@ class Labels:
 def find_labels(images: ImageFiles, *, num_classes: int, table: Path | None = None) -> Labels:
     """Labels for a model of `num_classes` classes.
 
-    table: a TSV file of index, folder name and human name. Without one, folders named by ImageNet's wnids have
-    ImageNet's order, and as many folders as classes have the order of their names; otherwise nothing is known.
+    table: a TSV file of index, folder name and human name. Without one, folders named by wnids of ImageNet or
+    Tiny-ImageNet have the order of that dataset if the model has as many classes, and as many folders as classes have
+    the order of their names; otherwise nothing is known.
     """
     known = None if table is None else read_classes(table, num_classes=num_classes)
     if num_classes == 0:
@@ -38,9 +40,9 @@ def find_labels(images: ImageFiles, *, num_classes: int, table: Path | None = No
     if known is not None:
         return Labels(_look_up(images.folders, known, images.path, table), _coverage(known, num_classes, table))
     folders = sorted(set(images.folders))
-    imagenet = _imagenet_order(folders, num_classes)
-    if imagenet is not None:
-        return Labels(tuple(imagenet[folder] for folder in images.folders))
+    order = _dataset_order(num_classes)
+    if order.keys() >= set(folders):
+        return Labels(tuple(order[folder] for folder in images.folders), _dataset_notes(num_classes))
     if len(folders) == num_classes:
         order = {folder: index for index, folder in enumerate(folders)}
         return Labels(tuple(order[folder] for folder in images.folders), ("classes are numbered by folder name",))
@@ -119,11 +121,19 @@ def _coverage(known: dict[str, int], num_classes: int, table: Path | None) -> tu
     return () if count == num_classes else (f"{table} describes {count} of the model's {num_classes} classes",)
 
 
-def _imagenet_order(folders: Iterable[str], num_classes: int) -> dict[str, int] | None:
-    """ImageNet's class index by wnid, if all folders are such and the model has as many classes."""
-    if num_classes != IMAGENET_CLASSES:
-        return None
-    from timm.data import ImageNetInfo
+def _dataset_order(num_classes: int) -> dict[str, int]:
+    """Class index by wnid of the dataset that is known to have so many classes; empty where none is."""
+    if num_classes == tiny_imagenet.CLASSES:
+        wnids = list(tiny_imagenet.class_names())
+    elif num_classes == IMAGENET_CLASSES:
+        from timm.data import ImageNetInfo
 
-    order = {wnid: index for index, wnid in enumerate(ImageNetInfo("imagenet-1k").label_names())}
-    return order if all(folder in order for folder in folders) else None
+        wnids = ImageNetInfo("imagenet-1k").label_names()
+    else:
+        wnids = []
+    return {wnid: index for index, wnid in enumerate(wnids)}
+
+
+def _dataset_notes(num_classes: int) -> tuple[str, ...]:
+    """Other datasets have 200 classes named by wnids as well, so it is said which one these were taken for."""
+    return ("classes are numbered as in Tiny-ImageNet",) if num_classes == tiny_imagenet.CLASSES else ()

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from ..errors import MctfError
+from ..wording import counted
 from .decoding import Progress, UnequalSizesError, decode, processes_for
 from .examples import Examples, find_examples
 from .feed import Feed, FeedOptions
@@ -51,8 +52,8 @@ def make_feed(
             why_not = str(reason)
     if options.in_memory == "yes":
         raise MctfError(f"the images cannot be kept in memory: {why_not}; let a loader read them (in_memory = no)")
-    readers = f"{options.workers} workers" if options.workers else "the training process"
-    note = f"{len(examples)} images, read by {readers} ({why_not})"
+    readers = counted(options.workers, "worker") if options.workers else "the training process"
+    note = f"{counted(len(examples), 'image')}, read by {readers} ({why_not})"
     return LoaderFeed(examples, order=order, options=options, device=device, note=note)
 
 
@@ -103,7 +104,7 @@ def _memory_feed(
         )
     except UnequalSizesError as error:
         raise _NotInMemoryError(str(error)) from None
-    note = f"{len(examples)} images of {width} x {height} pixels, kept on {device} ({needed / 1e9:.2f} GB)"
+    note = f"{counted(len(examples), 'image')} of {width} x {height} pixels, kept on {device} ({needed / 1e9:.2f} GB)"
     return MemoryFeed(examples, decoded, order=order, options=options, note=note)
 
 

@@ -110,7 +110,8 @@ class Step:
 
     x: B M C. sizes: B M, float32, how many input tokens each token stands for; None while all are 1. A token of size 0
     is padding: it stands for nothing and nobody attends to it.
-    assignment: B N -> M, None when nothing was fused; weights: B N, how much each token counted in its slot.
+    assignment: B N -> M, None when nothing was fused; weights: B N, how much each token counted in its slot: 0 for
+    one that was dropped, above 0 for one that was fused.
     informativeness: B N, where the method knows it. carry: handed to the method in the next block.
     """
 

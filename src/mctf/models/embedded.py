@@ -11,15 +11,15 @@ from typing import Any
 
 import torch.nn.functional as F
 from timm.models import generate_default_cfgs, register_model
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
+from ..tiny_imagenet import CLASSES, class_names
 from .parts import Stem, build, pretrained_config, stem_layer
 
 WEIGHTS = Path(__file__).parent / "weights" / "embedded.safetensors"
 _PATCH = 4
 _SIDE = 64
-_CLASSES = 200
 
 
 class SmallStem(Stem):
@@ -43,7 +43,9 @@ class SmallStem(Stem):
 default_cfgs = generate_default_cfgs(
     {
         "embedded": pretrained_config(
-            num_classes=_CLASSES,
+            num_classes=CLASSES,
+            label_names=tuple(class_names()),
+            label_descriptions=dict(class_names()),
             input_size=(3, _SIDE, _SIDE),
             crop_pct=1.0,
             first_conv="patch_embed.conv1",
@@ -64,5 +66,6 @@ def embedded(pretrained: bool = False, **options: Any) -> VisionTransformer:
         "num_heads": 4,
         "mlp_ratio": 2.75,
         "embed_layer": stem_layer(SmallStem, stem_dim=32),
+        "pretrained_filter_fn": checkpoint_filter_fn,  # resamples positions for another img_size
     }
     return build(VisionTransformer, "embedded", pretrained, **{**sizes, **options})

@@ -22,6 +22,7 @@ from ..data import Preprocessing
 from ..models.sharing import copy_sharing_weights
 from .gallery import choose_blocks, gallery
 from .inputs import open_image
+from .words import class_words
 
 WARMUP = 2
 
@@ -82,6 +83,12 @@ class Demonstration:
             pixels=torch.stack([transform(open_image(path)) for path in files]).to(device),
         )
 
+    @property
+    def classes(self) -> int:
+        """How many the model tells apart; 0 for one without classifier."""
+        model: Any = self.plain
+        return getattr(model, "num_classes", 0)
+
     def speed(self, *, batch: int, rounds: int, after_round: Callable[[], object] = lambda: None) -> Speed:
         """Both models on the same batch of photographs, in turns."""
         pixels = self.pixels[torch.arange(batch) % len(self.pixels)]
@@ -102,11 +109,11 @@ class Demonstration:
     def answers(self) -> tuple[Fidelity, list[Answer]]:
         """How near the fused model's answers are to the plain one's, and what both say of each photograph."""
         plain, fused = _output(self.plain, self.pixels), _output(self.fused, self.pixels)
-        classes: Any = getattr(self.plain, "num_classes", 0)
-        fidelity = compare(fused, plain, None, classifies=classes > 0)
-        if not classes:
+        fidelity = compare(fused, plain, None, classifies=self.classes > 0)
+        if not self.classes:
             return fidelity, []
-        rows = zip(self.names, _firsts(plain, classes), _firsts(fused, classes), strict=True)
+        words = class_words(self.plain)
+        rows = zip(self.names, _firsts(plain, words), _firsts(fused, words), strict=True)
         return fidelity, [Answer(name, *before, *after) for name, before, after in rows]
 
     def picture(self, after_image: Callable[[], object] = lambda: None) -> Image.Image:
@@ -120,17 +127,7 @@ def _output(model: Any, pixels: Tensor) -> Output:
     return Output(model.forward_head(features), model.forward_head(features, pre_logits=True))
 
 
-def _firsts(output: Output, classes: int) -> list[tuple[str, float]]:
+def _firsts(output: Output, words: Sequence[str]) -> list[tuple[str, float]]:
     """The first answer for each image and its probability."""
     first = output.logits.double().softmax(dim=1).max(dim=1)
-    names = [_class_name(number, classes) for number in first.indices.tolist()]
-    return list(zip(names, first.values.tolist(), strict=True))
-
-
-def _class_name(number: int, classes: int) -> str:
-    """The everyday name of one of ImageNet's thousand classes; its number where the classes are others."""
-    if classes != 1000:
-        return f"class {number}"
-    from timm.data import ImageNetInfo
-
-    return ImageNetInfo().index_to_description(number).split(",")[0]
+    return list(zip([words[number] for number in first.indices.tolist()], first.values.tolist(), strict=True))

@@ -1,7 +1,8 @@
 """A picture of one image after fusion: patches that became one token share a colour and a border.
 
 As in the paper's figure of fused tokens: the patches of one token carry their mean colour, and a border in the
-token's own colour runs wherever another token begins. Patches still alone keep their pixels.
+token's own colour runs wherever another token begins. Patches still alone keep their pixels. Patches that were dropped
+are pale grey with stripes.
 
 Axes: rows and columns of patches; H and W pixels.
 """
@@ -23,6 +24,8 @@ _HUE_A_ROW = 0.7548776662466927
 _HUE_A_COLUMN = 0.5698402909980532
 
 _SEAM = 0.72  # how much light a thin line between two unfused patches leaves
+_PALE = (135, 215)  # greys of black and of white pixels that were dropped
+_STRIPE = 70  # grey of the stripes over them
 
 
 def patch_grid(patches: int, *, height: int, width: int) -> tuple[int, int]:
@@ -42,25 +45,34 @@ def group_colour(row: int, column: int) -> tuple[int, int, int]:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
-def fused_picture(image: Image.Image, slots: ArrayLike, *, grid: tuple[int, int], scale: int = 3) -> Image.Image:
+def fused_picture(
+    image: Image.Image,
+    slots: ArrayLike,
+    *,
+    grid: tuple[int, int],
+    dropped: ArrayLike | None = None,
+    scale: int = 3,
+) -> Image.Image:
     """The image with every fused group of patches in its mean colour and inside its own border.
 
     slots: the token of each patch, row by row: a source map without its prefix tokens.
-    grid: rows and columns of patches. scale: pixels of the picture a pixel of the image.
+    grid: rows and columns of patches. dropped: whether each patch was dropped, none of them by default; its slot then
+    means nothing. scale: pixels of the picture a pixel of the image.
 
     A group's colour follows from the place of its first patch, so it stays the same from block to block for as
     long as that patch leads the group.
     """
-    groups = _Groups.of(slots, grid)
+    groups = _Groups.of(slots, grid, dropped)
     image = image.convert("RGB")
     large = image.resize((image.width * scale, image.height * scale), Image.Resampling.LANCZOS)
     pixels = np.asarray(large)
     labels = groups.labels(large.height, large.width)
     fused = groups.fused[labels]
 
+    side = min(large.height // grid[0], large.width // grid[1])
     picture = np.where(fused[..., None], groups.mean_colours(np.asarray(image))[labels], pixels)
-    thickness = max(1, min(large.height // grid[0], large.width // grid[1]) // 14)
-    border = fused & _near_another(labels, thickness)
+    picture = np.where(groups.dropped[labels][..., None], _striped(large, side), picture)
+    border = fused & _near_another(labels, max(1, side // 14))
     seam = ~fused & _near_another(labels, 1)
     picture = np.where(seam[..., None], picture * _SEAM, picture)
     picture = np.where(border[..., None], groups.colours()[labels], picture)
@@ -72,20 +84,25 @@ class _Groups:
     """Patches numbered by group.
 
     index: rows x columns, the group of each patch, 0 … groups - 1. first: the first patch of each group.
-    fused: whether a group has more than one patch.
+    dropped: whether a group is that of all dropped patches. fused: whether another has more than one patch.
     """
 
     index: NDArray[Any]
     first: NDArray[Any]
+    dropped: NDArray[Any]
     fused: NDArray[Any]
 
     @classmethod
-    def of(cls, slots: ArrayLike, grid: tuple[int, int]) -> "_Groups":
+    def of(cls, slots: ArrayLike, grid: tuple[int, int], dropped: ArrayLike | None) -> "_Groups":
         flat = np.asarray(slots)
-        if flat.shape != (grid[0] * grid[1],):
-            raise MctfError(f"expected one slot for each of {grid[0]}x{grid[1]} patches, got shape {flat.shape}")
-        _, first, index, counts = np.unique(flat, return_index=True, return_inverse=True, return_counts=True)
-        return cls(index.reshape(grid), first, counts > 1)
+        gone = np.zeros(flat.shape, dtype=bool) if dropped is None else np.asarray(dropped, dtype=bool)
+        for values, kind in ((flat, "slot"), (gone, "mark of dropping")):
+            if values.shape != (grid[0] * grid[1],):
+                shape = values.shape
+                raise MctfError(f"expected one {kind} for each of {grid[0]}x{grid[1]} patches, got shape {shape}")
+        alike = np.where(gone, flat.min() - 1, flat)
+        _, first, index, counts = np.unique(alike, return_index=True, return_inverse=True, return_counts=True)
+        return cls(index.reshape(grid), first, gone[first], (counts > 1) & ~gone[first])
 
     def labels(self, height: int, width: int) -> NDArray[Any]:
         """The group of every pixel, H W."""
@@ -104,6 +121,16 @@ class _Groups:
         """Border colour of each group: groups x 3."""
         columns = self.index.shape[1]
         return np.array([group_colour(*divmod(int(patch), columns)) for patch in self.first])
+
+
+def _striped(image: Image.Image, side: int) -> NDArray[Any]:
+    """The image in pale grey under falling stripes, three to a patch of so many pixels: H W 3."""
+    black, white = _PALE
+    grey = black + np.asarray(image.convert("L")) * ((white - black) / 255)
+    period, width = max(3, side // 3), max(1, side // 14)
+    row, column = np.indices(grey.shape)
+    stripes = (column - row) % period < width
+    return np.repeat(np.where(stripes, _STRIPE, grey)[..., None], 3, axis=2)
 
 
 def _near_another(labels: NDArray[Any], distance: int) -> NDArray[Any]:

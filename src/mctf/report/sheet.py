@@ -22,17 +22,23 @@ class Panel:
     caption: str
 
 
-def make_sheet(rows: Sequence[Sequence[Panel]]) -> Image.Image:
-    """The panels side by side, row under row, captions centred below; columns as wide as their widest picture."""
+def make_sheet(rows: Sequence[Sequence[Panel]], *, legend: str = "") -> Image.Image:
+    """The panels side by side, row under row, captions centred below; columns as wide as their widest picture.
+
+    legend: a line below them all.
+    """
     if not rows or not all(rows):
         raise MctfError("a sheet needs at least one picture in every row")
     widths = [max(row[i].picture.width for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
     heights = [max(panel.picture.height for panel in row) for row in rows]
-    font = _font([panel for row in rows for panel in row])
-    line = round(font.size * 1.9)
     gap = max(6, min(widths) // 28)
+    width = sum(widths) + gap * (len(widths) + 1)
+    captions = [(panel.caption, panel.picture.width) for row in rows for panel in row]
+    font = _font([*captions, (legend, width - 2 * gap)], largest=min(room for _, room in captions) // 15)
+    line = round(font.size * 1.9)
+    below = line if legend else 0
 
-    canvas = Image.new("RGB", (sum(widths) + gap * (len(widths) + 1), sum(heights) + (gap + line) * len(rows)), _PAPER)
+    canvas = Image.new("RGB", (width, sum(heights) + (gap + line) * len(rows) + below), _PAPER)
     draw = ImageDraw.Draw(canvas)
     top = gap
     for row, height in zip(rows, heights, strict=True):
@@ -42,15 +48,16 @@ def make_sheet(rows: Sequence[Sequence[Panel]]) -> Image.Image:
             draw.text((left + width / 2, top + height + line / 2), panel.caption, fill=_INK, font=font, anchor="mm")
             left += width + gap
         top += height + line + gap
+    draw.text((gap, top - gap + below / 2), legend, fill=_INK, font=font, anchor="lm")
     return canvas
 
 
-def _font(panels: Sequence[Panel]) -> ImageFont.FreeTypeFont:
-    """Pillow's own font, as large as suits the pictures and lets every caption fit under its own."""
-    size = max(9, min(panel.picture.width for panel in panels) // 15)
+def _font(texts: Sequence[tuple[str, int]], *, largest: int) -> ImageFont.FreeTypeFont:
+    """Pillow's own font, as large as lets every text fit into its room, given in pixels."""
+    size = max(9, largest)
     while size > 6:
         font = ImageFont.load_default(size=size)
-        if all(font.getlength(panel.caption) <= panel.picture.width for panel in panels):
+        if all(font.getlength(text) <= room for text, room in texts):
             break
         size -= 1
     return ImageFont.load_default(size=size)  # type: ignore[return-value]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ..errors import MctfError
 from ..processes import Processes, from_first
+from ..wording import counted
 from .assembly import OnDecoding, assemble
 from .checkpoints import Checkpoints, write_whole
 from .engine import OnStep, Trainer
@@ -26,7 +27,7 @@ def begin(
     if found and not resume:
         raise MctfError(f"{recipe.output} holds a run already: add --resume to go on, or name another --output")
     trainer = assemble(recipe, processes, on_decoding=on_decoding)
-    notes = [f"{trainer.feed.note}, {trainer.feed.classes} classes"]
+    notes = [f"{trainer.feed.note}, {counted(trainer.feed.classes, 'class', 'classes')}"]
     if resume:
         notes += trainer.resume()
     if trainer.step:

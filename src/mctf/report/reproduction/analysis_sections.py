@@ -8,6 +8,7 @@ from ...analysis.reproduction import paper
 from ...analysis.reproduction.class_token import order
 from ...analysis.reproduction.experiment import Experiment, Result
 from ...analysis.reproduction.studies import R
+from ...wording import counted
 from .axes import round_step
 from .content import Chart, Column, Finding, Origin, Part, Picture, Section, Series, Strip, Table, Viewer, number
 from .judging import judge, weakest
@@ -47,7 +48,10 @@ def class_token_section(experiment: Experiment, result: Result) -> Section:
             chart,
             printed,
         ),
-        (f"In the mean over {result['images']} images. Blocks are counted from 1; the first does not fuse.",),
+        (
+            f"In the mean over {counted(result['images'], 'image')}. "
+            "Blocks are counted from 1; the first does not fuse.",
+        ),
     )
 
 
@@ -108,7 +112,7 @@ def largest_token_section(experiment: Experiment, result: Result) -> Section:
         experiment.measures,
         (Finding(text, judge(lead)),),
         (table, chart),
-        (f"Over {result['images']} images.",),
+        (f"Over {counted(result['images'], 'image')}.",),
     )
 
 
@@ -149,9 +153,9 @@ def attention_section(experiment: Experiment, result: Result) -> Section:
         ),
         tuple(parts),
         (
-            f"Distances are over {result['images']} images, heads and rows: half the sum of absolute differences. "
-            "Heat is the attention a patch receives from all queries; both maps of a block share one scale, from dark "
-            "(none) to yellow (most). Blocks are counted from 1; the first does not fuse.",
+            f"Distances are over {counted(result['images'], 'image')}, heads and rows: half the sum of absolute "
+            "differences. Heat is the attention a patch receives from all queries; both maps of a block share one "
+            "scale, from dark (none) to yellow (most). Blocks are counted from 1; the first does not fuse.",
         ),
     )
 

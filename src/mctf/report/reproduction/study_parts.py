@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ...analysis.reproduction import paper
 from ...analysis.reproduction.experiment import Experiment, Result
+from ...wording import counted
 from .content import Chart, Column, Finding, Origin, Part, Section, Series, Table, number
 from .judging import Row
 from .words import METHODS
@@ -55,7 +56,7 @@ def study_section(
 ) -> Section:
     """A section with what is to be said of the plain model and of the number of images."""
     base, images = result["base"], result["images"]
-    words = f"On {images} images, no weight trained. The plain model costs {base['gflops']:.2f} GFLOPs"
+    words = f"On {counted(images, 'image')}, no weight trained. The plain model costs {base['gflops']:.2f} GFLOPs"
     words += "." if base["top1"] is None else f" and has a top-1 of {base['top1']:.1f} %."
     if base["top1"] is not None and images < _MANY:
         words += f" One image is {100 / images:.1f} points of top-1."

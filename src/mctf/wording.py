@@ -1,0 +1,28 @@
+"""Numbers as people say them."""
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """As in "1 image" or "12 images"; plural where an s does not make it."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def name_blocks(blocks: Sequence[int]) -> str:
+    """block 3, blocks 3 to 6, or blocks 3, 6, 9."""
+    first, last = blocks[0], blocks[-1]
+    if first == last:
+        return f"block {first}"
+    if last - first == len(blocks) - 1:
+        return f"blocks {first} to {last}"
+    return f"blocks {', '.join(map(str, blocks))}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """As in "78, 39, 19, then 0": many equal numbers at the end are said once, and so is what all of them are."""
+    words = [str(number) for number in numbers]
+    alike = len(list(takewhile(lambda word: word == words[-1], reversed(words))))
+    if alike == len(words):
+        return words[-1]
+    return ", ".join(words if alike < 3 else [*words[:-alike], f"then {words[-1]}"])

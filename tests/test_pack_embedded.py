@@ -1,0 +1,119 @@
+"""The script that makes the packaged weights of a run: what it writes, what it says of them, what it refuses."""
+
+import io
+import json
+import runpy
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mctf import MctfError
+from mctf.models.loading import create, load_model
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "pack_embedded.py"
+COMMAND = "mctf finetune --config /x/recipes/tiny_imagenet/embedded.toml --data /x/a.zip,../y/b.zip --lr .1 -o ./runs/e"
+SHORT = "mctf finetune --config recipes/tiny_imagenet/embedded.toml --data a.zip,b.zip --lr .1 -o runs/e"
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(SCRIPT))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that a run would leave."""
+    folder = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    save_file(create("embedded").state_dict(), folder / "model.safetensors")
+    rows = [{"r": r, "top1": 50.5 - r, "method": "mctf"} for r in (0, 19)]
+    facts = {"model": "embedded", "command": COMMAND, "commit": "abc", "images": 5000, "rows": rows}
+    (folder / "evaluation.json").write_text(json.dumps(facts))
+    return folder
+
+
+@pytest.fixture
+def other_run(run: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    for name in ("model.safetensors", "evaluation.json"):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def packed(script: dict[str, Any], run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The file that the script writes of the run, and what it prints."""
+    path = tmp_path_factory.mktemp("package") / "packed.safetensors"
+    with redirect_stdout(io.StringIO()) as printed:
+        script["main"](run / "model.safetensors", path)
+    return path, printed.getvalue()
+
+
+def test_the_file_is_the_run_in_float16(packed: tuple[Path, str], run: Path) -> None:
+    path, printed = packed
+    theirs, ours = load_file(run / "model.safetensors"), load_file(path)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value.half() if value.is_floating_point() else value), name
+    assert path.stat().st_size <= 4_000_000
+    assert "same first answer for 64 of 64 random images" in printed
+    loaded = load_model("embedded", weights=path)
+    assert {value.dtype for value in loaded.parameters()} == {torch.float32}
+
+
+def test_the_file_says_where_it_comes_from(packed: tuple[Path, str]) -> None:
+    with safe_open(packed[0], "pt") as file:
+        about = json.loads(file.metadata()["about"])
+    assert about["command"] == SHORT
+    assert about["top1"] == {"0": 50.5, "19": 31.5}
+    assert about["images"] == 5000
+    assert "research data" in about["data"]
+
+
+def test_the_same_run_gives_the_same_bytes(script: dict[str, Any], packed: tuple[Path, str], run: Path) -> None:
+    assert script["pack"](run / "model.safetensors")[0] == packed[0].read_bytes()
+
+
+def test_accuracy_is_not_made_up(script: dict[str, Any], other_run: Path) -> None:
+    (other_run / "evaluation.json").unlink()
+    with pytest.raises(MctfError, match=r"there is no .*evaluation\.json: .* train with --validation"):
+        script["pack"](other_run / "model.safetensors")
+
+
+def test_weights_for_other_classes_are_refused(script: dict[str, Any], other_run: Path) -> None:
+    save_file(create("embedded", num_classes=10).state_dict(), other_run / "model.safetensors")
+    with pytest.raises(MctfError, match="has 10 classes: expected weights for the 200 of Tiny-ImageNet"):
+        script["pack"](other_run / "model.safetensors")
+
+
+def test_weights_beyond_float16_are_refused(script: dict[str, Any], other_run: Path) -> None:
+    state = load_file(other_run / "model.safetensors")
+    state["norm.bias"][3] = 1e6
+    save_file(state, other_run / "model.safetensors")
+    with pytest.raises(MctfError, match=r"norm\.bias of .* does not fit into float16"):
+        script["pack"](other_run / "model.safetensors")
+
+
+def test_answers_that_differ_by_more_than_rounding_are_refused(script: dict[str, Any]) -> None:
+    def constant(logit: float) -> nn.Module:
+        layer = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 2))
+        nn.init.zeros_(layer[1].weight)
+        layer[1].bias.data.copy_(torch.tensor([1.0, logit]))
+        return layer
+
+    assert "0.01 of 1" in script["compare"](constant(0.51), constant(0.5))
+    with pytest.raises(MctfError, match=r"moves a logit by 0\.1 of 1"):
+        script["compare"](constant(0.6), constant(0.5))
+
+
+def test_nothing_is_written_where_packing_fails(script: dict[str, Any], other_run: Path) -> None:
+    (other_run / "evaluation.json").unlink()
+    with pytest.raises(MctfError):
+        script["main"](other_run / "model.safetensors", other_run / "packed.safetensors")
+    assert not (other_run / "packed.safetensors").exists()
