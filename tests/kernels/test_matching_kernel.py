@@ -62,17 +62,30 @@ def test_equal_scores_fall_by_index(tokens, device):
     assert torch.equal(found.slots, matching.match_bidirectional(scores, 6, protected=1).slots)
 
 
+@pytest.mark.parametrize("way", [{"ONE_PROGRAM": 0}, {"_ALONE": 0}], ids=["many programs", "scores by many"])
 @pytest.mark.parametrize(("batch", "tokens", "channels", "protected", "r"), CASES)
-def test_many_programs_match_as_one_does(batch, tokens, channels, protected, r, device, monkeypatch):
+def test_all_ways_match_alike(batch, tokens, channels, protected, r, way, device, monkeypatch):
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(batch, tokens, channels, generator=generator).to(device)
     a = torch.rand(batch, tokens, generator=generator).to(device)
     arguments = {"r": r, "protected": protected, "bidirectional": True}
+    monkeypatch.setattr(matching_op, "_ALONE", matching_op.ONE_PROGRAM)
     by_one = kernels.match(x, a, None, criteria.Criteria(), **arguments)
-    monkeypatch.setattr(matching_op, "ONE_PROGRAM", 0)
-    by_many = kernels.match(x, a, None, criteria.Criteria(), **arguments)
-    assert torch.equal(by_many.slots, by_one.slots)
-    assert torch.equal(by_many.start, by_one.start)
+    for name, value in way.items():
+        monkeypatch.setattr(matching_op, name, value)
+    other = kernels.match(x, a, None, criteria.Criteria(), **arguments)
+    assert torch.equal(other.slots, by_one.slots)
+    assert torch.equal(other.start, by_one.start)
+
+
+@pytest.mark.parametrize(("batch", "launches"), [(1, ["scores_kernel", "matching_kernel"]), (2, ["matching_kernel"])])
+def test_a_single_image_takes_two_launches(batch, launches, device, monkeypatch):
+    seen = []
+    plain = matching_op.launchable
+    monkeypatch.setattr(matching_op, "launchable", lambda kernel: seen.append(kernel.__name__) or plain(kernel))
+    x, a = torch.randn(batch, 197, 16, device=device), torch.rand(batch, 197, device=device)
+    kernels.match(x, a, None, criteria.Criteria(), r=16, protected=1, bidirectional=True)
+    assert seen == launches
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ def _side_tokens(places, protected, ODD: tl.constexpr):
 def scores_kernel(
     x, informativeness, sizes, scores, best,
     tokens, channels, alphas, betas, protected, tau_sim, tau_info, tau_size, x_b, x_n,
-    HAS_SIZES: tl.constexpr, POWER: tl.constexpr,
+    BEST: tl.constexpr, HAS_SIZES: tl.constexpr, POWER: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attraction of a tile of pairs: scores (B Na Nb), and the best of each row with its column: best (B Na).
+    """Attraction of a tile of pairs: scores (B Na Nb), and if BEST the best of each row with its column: best (B Na).
 
     best holds both in one integer that the tiles of a row can maximise: the bits of the score, which is positive, above
     the column counted from the last, so that of equal scores the first wins.
@@ -66,11 +66,12 @@ def scores_kernel(
     score *= alpha_isolation[:, None] * beta_isolation[None, :]
     where = (image * alphas + alpha_places[:, None]) * betas + beta_places[None, :]
     tl.store(scores + where, score, mask=is_alpha[:, None] & is_beta[None, :])
-    score = tl.where(is_beta[None, :], score, float("-inf"))
-    top, column = tl.max(score, 1, return_indices=True, return_indices_tie_break_left=True)
-    bits = tl.maximum(top, 0.0).to(tl.int32, bitcast=True).to(tl.int64) << 32
-    packed = bits + (betas - 1 - (tl.program_id(1) * B + column))
-    tl.atomic_max(best + image * alphas + alpha_places, packed, mask=is_alpha)
+    if BEST:
+        score = tl.where(is_beta[None, :], score, float("-inf"))
+        top, column = tl.max(score, 1, return_indices=True, return_indices_tie_break_left=True)
+        bits = tl.maximum(top, 0.0).to(tl.int32, bitcast=True).to(tl.int64) << 32
+        packed = bits + (betas - 1 - (tl.program_id(1) * B + column))
+        tl.atomic_max(best + image * alphas + alpha_places, packed, mask=is_alpha)
 
 
 @triton.jit

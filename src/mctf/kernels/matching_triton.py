@@ -1,7 +1,8 @@
 """Scores, both matching directions and output slots of one image in one program: Triton twin of `core.matching`.
 
-The score matrix (at most 128 x 128) never leaves the program's registers. Ranks come from counting larger values
-pair by pair: at this size that beats a sort, and equal values fall by index as in the plain version.
+The score matrix (at most 128 x 128) never leaves the program's registers, unless others have made it (SCORED). Ranks
+come from counting larger values pair by pair: at this size that beats a sort, and equal values fall by index as in the
+plain version.
 
 Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, C channels.
 """
@@ -43,25 +44,13 @@ def _isolation(informativeness, sizes, where, keep, tau_info, tau_size, HAS_SIZE
 
 
 @triton.jit
-def matching_kernel(
-    x, informativeness, sizes, slots, order, start,
-    tokens, channels, r, forth, protected, tau_sim, tau_info, tau_size, x_b, x_n,
-    HAS_SIZES: tl.constexpr, POWER: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, PROTECTED: tl.constexpr, PRECISION: tl.constexpr,
+def _attraction(
+    x, informativeness, sizes, alpha_tokens, beta_tokens, is_alpha, is_beta,
+    channels, tau_sim, tau_info, tau_size, x_n,
+    HAS_SIZES: tl.constexpr, POWER: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """slots (B N); order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`."""
-    tau_sim, tau_info, tau_size = single(tau_sim), single(tau_info), single(tau_size)
-    image = tl.program_id(0).to(tl.int64)
-    x += image * x_b
-    informativeness += image * tokens
-    sizes += image * tokens
-    alpha_places, beta_places = tl.arange(0, A), tl.arange(0, B)
-    alpha_tokens = protected + protected % 2 + 2 * alpha_places
-    beta_tokens = protected + 1 - protected % 2 + 2 * beta_places
-    is_alpha, is_beta = alpha_tokens < tokens, beta_tokens < tokens
-    alphas = tl.sum(is_alpha.to(tl.int32), 0)
-
-    # 1. attraction of every pair
+    """Scores of all pairs of one image, A B."""
     product = tl.zeros([A, B], tl.float32)
     alpha_square, beta_square = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
     for first in range(0, channels, CHUNK):
@@ -77,8 +66,41 @@ def matching_kernel(
     if POWER:
         scores = tl.exp2(tau_sim * tl.log2(tl.maximum(scores, 1e-30)))
     scores *= _isolation(informativeness, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)[:, None]
-    scores *= _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)[None, :]
-    scores = tl.where(is_alpha[:, None] & is_beta[None, :], scores, float("-inf"))
+    return scores * _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)[None, :]
+
+
+@triton.jit
+def matching_kernel(
+    x, informativeness, sizes, scored, slots, order, start,
+    tokens, channels, r, forth, protected, tau_sim, tau_info, tau_size, x_b, x_n,
+    SCORED: tl.constexpr, HAS_SIZES: tl.constexpr, POWER: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, PROTECTED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """slots (B N); order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`.
+
+    SCORED: `scored` (B Na Nb) has the scores; else they are made here from x, informativeness and sizes.
+    """
+    tau_sim, tau_info, tau_size = single(tau_sim), single(tau_info), single(tau_size)
+    image = tl.program_id(0).to(tl.int64)
+    alpha_places, beta_places = tl.arange(0, A), tl.arange(0, B)
+    alpha_tokens = protected + protected % 2 + 2 * alpha_places
+    beta_tokens = protected + 1 - protected % 2 + 2 * beta_places
+    is_alpha, is_beta = alpha_tokens < tokens, beta_tokens < tokens
+    alphas = tl.sum(is_alpha.to(tl.int32), 0)
+
+    # 1. attraction of every pair
+    pairs = is_alpha[:, None] & is_beta[None, :]
+    if SCORED:
+        betas = tokens - protected - alphas
+        where = (image * alphas + alpha_places[:, None]) * betas + beta_places[None, :]
+        scores = tl.load(scored + where, mask=pairs, other=float("-inf"))
+    else:
+        scores = _attraction(
+            x + image * x_b, informativeness + image * tokens, sizes + image * tokens,
+            alpha_tokens, beta_tokens, is_alpha, is_beta, channels, tau_sim, tau_info, tau_size, x_n,
+            HAS_SIZES, POWER, A, B, CHUNK, PRECISION,
+        )  # fmt: skip
+        scores = tl.where(pairs, scores, float("-inf"))
 
     # 2. alpha to beta
     strength, target = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
