@@ -33,7 +33,7 @@ def command(monkeypatch, capsys, tmp_path) -> Command:
 def test_by_default_the_embedded_model_says_in_words_what_it_sees(command, tmp_path) -> None:
     outcome = command("demo", "--batch", 1, "--rounds", 1, "--device", "cpu")
     assert outcome.code == 0, outcome.err
-    assert str(mctf.plan("embedded", r=16)) in outcome.out
+    assert str(mctf.plan("embedded", r="fast")) in outcome.out
     assert "weights: pretrained, 200 classes" in outcome.out
     names = "|".join(re.escape(names.split(",")[0]) for names in class_names().values())
     for photograph in ("chelsea", "coffee", "rocket", "astronaut"):

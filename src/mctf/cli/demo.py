@@ -25,13 +25,13 @@ _PAYS = 1.02  # a smaller gain is less than two runs of one and the same model d
     epilog="""\b
 Examples:
   mctf demo
-  mctf demo -r fast --batch 32 --output results --json
+  mctf demo -r 16 --batch 32 --output results --json
   mctf demo --model deit_tiny_patch16_224 --weights tiny.safetensors
 """,
 )
 @click.option("--model", default="embedded", show_default=True, help="A timm model; embedded comes with mctf.")
 @click.option("--weights", type=FILE, help="Weights file; pretrained or random ones by default.")
-@reduction_option
+@reduction_option("fast")
 @method_option
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Images a batch when timing.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Rounds of timing.")

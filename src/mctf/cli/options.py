@@ -83,9 +83,14 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-reduction_option: Decorator = click.option(
-    "-r", "reduction", default="16", show_default=True, help="Tokens to fuse a block: 16, 0.35 or fast."
-)
+
+def reduction_option(default: str) -> Decorator:
+    """One r."""
+    return click.option(
+        "-r", "reduction", default=default, show_default=True, help="Tokens to fuse a block: 16, 0.35 or fast."
+    )
+
+
 method_option: Decorator = click.option(
     "--method", "-m", default="mctf", show_default=True, help="Token-reduction method."
 )

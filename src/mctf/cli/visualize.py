@@ -38,7 +38,7 @@ Examples:
 @click.option("--model", required=True, help="A timm model, as in deit_small_patch16_224, or hf:NAME.")
 @weights_option
 @click.option("--random-weights", is_flag=True, help="Run without trained weights.")
-@reduction_option
+@reduction_option("16")
 @method_option
 @options_option
 @blocks_option
