@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from mctf.core.assignment import Assignment
 
@@ -101,3 +102,29 @@ def test_gradients(operation: str) -> None:
     assignment = Assignment(torch.tensor([[1, 0, 1, 2], [2, 2, 1, 0]]), 3)
     x = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: OPERATIONS[operation](assignment, x), x)
+
+
+@many
+@given(assignment=assignments())
+def test_both_ways_of_pooling_agree(assignment: Assignment) -> None:
+    """Gradients take the way by scattering; without them, a CPU pools by bags."""
+    x = draw_tokens(assignment).float()
+    weights = x[..., 0].abs() + 0.1
+    by_bags, by_scattering = assignment.pool(x, weights), assignment.pool(x.clone().requires_grad_(), weights)
+    assert by_scattering.requires_grad
+    torch.testing.assert_close(by_bags, by_scattering.detach())
+
+
+def test_bags_leave_single_tokens_as_they_are_and_padding_empty() -> None:
+    assignment = Assignment(torch.tensor([[2, 0, 2], [1, 0, 1]]), 4)
+    x, weights = torch.randn(2, 3, 5), torch.rand(2, 3) + 0.1
+    pooled = assignment.pool(x, weights)
+    assert torch.equal(pooled[:, 0], x[:, 1])
+    assert not pooled[:, 3].any()
+    assert not pooled[0, 1].any()
+
+
+def test_pooling_needs_no_numbers_to_know_its_shape() -> None:
+    with FakeTensorMode():
+        assignment = Assignment(torch.zeros(2, 9, dtype=torch.int64), 4)
+        assert assignment.pool(torch.randn(2, 9, 5), torch.rand(2, 9)).shape == (2, 4, 5)

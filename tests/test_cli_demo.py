@@ -1,7 +1,6 @@
 """`mctf demo` as people call it: with and without weights, in words and as JSON, and what it refuses."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -41,19 +40,6 @@ def test_by_default_the_embedded_model_says_in_words_what_it_sees(command, tmp_p
         assert re.search(answer, outcome.out, flags=re.MULTILINE), outcome.out
     sheet = Image.open(tmp_path / "mctf-demo" / "fused.png")
     assert sheet.height > 4 * 448, "photographs of 64 pixels are enlarged seven times"
-
-
-def test_threads_sleep_before_torch_comes() -> None:
-    code = (
-        "import os, sys; from mctf.cli import demo, reproduce\n"
-        "demo.wait_without_spinning(); assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
-    )
-    surroundings = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    for given, expected in (({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")):
-        ran = subprocess.run(
-            [sys.executable, "-c", code], env=surroundings | given, capture_output=True, text=True, check=True
-        )
-        assert ran.stdout.strip() == expected
 
 
 def test_without_network_it_says_that_weights_are_random(command, tmp_path) -> None:

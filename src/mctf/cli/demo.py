@@ -9,7 +9,6 @@ import click
 from ..wording import counted
 from .options import FILE, device_option, json_option, method_option, parse_reduction, reduction_option
 from .progress import progress
-from .threads import wait_without_spinning
 from .weights import RANDOM, load_or_random
 from .writing import check_folder, give_json, say_nothing
 
@@ -62,7 +61,6 @@ def command(
     where timm has them in its cache or can fetch them at once; otherwise weights are random, and only cost, speed and
     picture mean something.
     """
-    wait_without_spinning()
     r = parse_reduction(reduction)
     check_folder(output, "--output")
 
