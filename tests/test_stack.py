@@ -49,10 +49,10 @@ def test_every_iteration_is_a_run_of_its_own() -> None:
 
 
 def test_what_a_caller_does_to_the_tokens_between_two_blocks_counts() -> None:
-    model = mctf.fuse(make("plain"), r=8)
+    model = mctf.fuse(make("plain").double(), r=8)
 
     def changed_on_the_way() -> Tensor:
-        tokens = draw_tokens()
+        tokens = draw_tokens().double()
         for block in model.blocks:
             tokens = 2 * block(tokens)
         return tokens
