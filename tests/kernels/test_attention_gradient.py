@@ -152,7 +152,7 @@ def test_sums_over_slots(device):
     assignment = fusion(2, 50, device)
     for dtype in FLOATS:
         x = torch.randn(2, 50, 24, device=device).to(dtype)
-        found = pooling_op.add_up(x, *pooling_op.members(assignment))
+        found = pooling_op.add_up(x, *assignment.members())
         torch.testing.assert_close(found, assignment.sum(x.double()).to(dtype))
 
 
@@ -161,7 +161,7 @@ def test_operators_keep_their_promises(device):
     checks = {"test_utils": ("test_schema", "test_autograd_registration")} if INTERPRETED else {}
     q, k, v, sizes = (tensor.contiguous() for tensor in inputs(1, 2, 40, 16, dtype=torch.float32, device=device))
     assignment = fusion(1, 40, device)
-    order, start = pooling_op.members(assignment)
+    order, start = assignment.members()
     values = v[:, :, : assignment.count].contiguous()
     leaves = [tensor.requires_grad_() for tensor in (q, k, values)]
     arguments = (sizes, assignment.slots, order, start, 0.25, 1.0, 0.0, True, True)

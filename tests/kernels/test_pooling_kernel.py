@@ -57,7 +57,7 @@ def test_a_token_alone_in_its_slot_is_not_changed(fusion):
 
 def test_a_first_token_that_counts_for_nothing(fusion):
     assignment, x, _, weights, _ = fusion
-    order, start = pooling_op.members(assignment)
+    order, start = assignment.members()
     many = (start.diff(dim=1) > 1).nonzero()[0]  # an image and a slot of it with several tokens
     weights[many[0], order[many[0], start[many[0], many[1]]]] = 0
     pooled = kernels.pool(x, weights, assignment)

@@ -83,7 +83,7 @@ def _benchmark(model: nn.Module, contest: Contest, tick: Callable[[], object]) -
     models = dict(_contenders(model, contest))
     runs = {name: _pass(made, contest) for name, made in models.items()}
     differences = {
-        name: check(made, images, name, run=None if contest.training else runs[name])
+        name: check(made, images, name, run=runs[name] if contest.training is None else None)
         for name, made in models.items()
         if name != PLAIN and not name.startswith(CEILING)
     }

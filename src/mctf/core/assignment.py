@@ -29,6 +29,14 @@ class Assignment:
     order: Tensor | None = None
     start: Tensor | None = None
 
+    def members(self) -> tuple[Tensor, Tensor]:
+        """Tokens sorted by slot (B N) and where each slot begins there (B M+1), both int32."""
+        if self.order is not None and self.start is not None:
+            return self.order, self.start
+        order = self.slots.argsort(dim=1, stable=True)
+        counts = self.total(torch.ones_like(self.slots))
+        return order.int(), F.pad(counts.cumsum(1), (1, 0)).int()
+
     def total(self, values: Tensor) -> Tensor:
         """Sum of the values (B N) in each slot: B M."""
         zeros = values.new_zeros(values.shape[0], self.count)
@@ -60,8 +68,10 @@ class Assignment:
     @cached_property
     def _bags(self) -> tuple[Tensor, Tensor]:
         """All tokens of the batch sorted by slot, B*N, and where each slot begins there, B*M."""
-        counts = self.total(torch.ones_like(self.slots)).flatten()
-        return self._flat_slots().argsort(stable=True), counts.cumsum(0) - counts
+        batch, tokens = self.slots.shape
+        image = torch.arange(batch, device=self.slots.device)[:, None] * tokens
+        order, start = self.members()
+        return (order + image).flatten(), (start[:, :-1] + image).flatten()
 
     def largest(self, x: Tensor) -> Tensor:
         """Elementwise maximum over the tokens in each slot: B M C."""

@@ -50,7 +50,7 @@ def attend(
     if _fast_attention(q, v, dropout) and (sizes is not None or spread is not None):
         train = _training(q, k, v)
         slots = None if spread is None else spread.slots
-        members = pooling_op.members(spread) if train and spread is not None else (None, None)
+        members = spread.members() if train and spread is not None else (None, None)
         return attention_op.attention(q, k, v, sizes, slots, *members, scale, 0.0, 0.0, False, train)[0]
     return attention.attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout, spread=spread)
 
@@ -103,7 +103,7 @@ def match(
 def pool(x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
     """Weighted mean over each slot, B N C -> B M C; see `Assignment.pool`."""
     if fast(x):
-        return pooling_op.pool(x, None, weights, None, assignment.slots, *pooling_op.members(assignment))[0]
+        return pooling_op.pool(x, None, weights, None, assignment.slots, *assignment.members())[0]
     return assignment.pool(x, weights)
 
 
@@ -112,5 +112,5 @@ def pool_both(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Two tensors pooled alike (B M C each), and the sizes of the slots (B M)."""
     if fast(x) and fast(y):
-        return pooling_op.pool(x, y, weights, sizes, assignment.slots, *pooling_op.members(assignment))
+        return pooling_op.pool(x, y, weights, sizes, assignment.slots, *assignment.members())
     return assignment.pool(x, weights), assignment.pool(y, weights), assignment.total(sizes)

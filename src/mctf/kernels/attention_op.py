@@ -46,7 +46,7 @@ def attention(
 
     received[b, h, j] = sum over rows i of A[b, h, i, j] * (row_weight / N + first_row_weight * [i == 0]) / H.
     With `slots` (B N), v has one row a slot and each key takes the value of its slot; to train, `order` and `start`
-    (`pooling_op.members`) name the keys of each slot.
+    (`Assignment.members`) name the keys of each slot.
     """
     q, k = channels_last(q), channels_last(k)
     v = None if v is None else channels_last(v)

@@ -11,7 +11,7 @@ Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, C
 import triton
 import triton.language as tl
 
-from .matching_triton import _isolation
+from .matching_triton import _isolation, _score
 from .numbers_triton import single
 
 
@@ -59,11 +59,8 @@ def scores_kernel(
         product = tl.dot(xa, tl.trans(xb), product, input_precision=PRECISION)
         alpha_square += xa.to(tl.float32) * xa.to(tl.float32)
         beta_square += xb.to(tl.float32) * xb.to(tl.float32)
-    lengths = tl.sqrt(tl.sum(alpha_square, 1))[:, None] * tl.sqrt(tl.sum(beta_square, 1))[None, :]
-    score = (product / tl.maximum(lengths, 1e-30) + 1.0) / 2.0
-    if POWER:
-        score = tl.exp2(tau_sim * tl.log2(tl.maximum(score, 1e-30)))
-    score *= alpha_isolation[:, None] * beta_isolation[None, :]
+    alpha_square, beta_square = tl.sum(alpha_square, 1), tl.sum(beta_square, 1)
+    score = _score(product, alpha_square, beta_square, alpha_isolation, beta_isolation, tau_sim, POWER)
     where = (image * alphas + alpha_places[:, None]) * betas + beta_places[None, :]
     tl.store(scores + where, score, mask=is_alpha[:, None] & is_beta[None, :])
     if BEST:

@@ -44,6 +44,16 @@ def _isolation(informativeness, sizes, where, keep, tau_info, tau_size, HAS_SIZE
 
 
 @triton.jit
+def _score(product, alpha_square, beta_square, alpha_isolation, beta_isolation, tau_sim, POWER: tl.constexpr):
+    """Attraction of pairs from their products, the squares of their lengths, and how isolated each token is."""
+    lengths = tl.sqrt(alpha_square)[:, None] * tl.sqrt(beta_square)[None, :]
+    score = (product / tl.maximum(lengths, 1e-30) + 1.0) / 2.0
+    if POWER:
+        score = tl.exp2(tau_sim * tl.log2(tl.maximum(score, 1e-30)))
+    return score * (alpha_isolation[:, None] * beta_isolation[None, :])
+
+
+@triton.jit
 def _attraction(
     x, informativeness, sizes, alpha_tokens, beta_tokens, is_alpha, is_beta,
     channels, tau_sim, tau_info, tau_size, x_n,
@@ -61,12 +71,9 @@ def _attraction(
         product = tl.dot(xa, tl.trans(xb), product, input_precision=PRECISION)
         alpha_square += tl.sum(xa.to(tl.float32) * xa.to(tl.float32), 1)
         beta_square += tl.sum(xb.to(tl.float32) * xb.to(tl.float32), 1)
-    lengths = tl.sqrt(alpha_square)[:, None] * tl.sqrt(beta_square)[None, :]
-    scores = (product / tl.maximum(lengths, 1e-30) + 1.0) / 2.0
-    if POWER:
-        scores = tl.exp2(tau_sim * tl.log2(tl.maximum(scores, 1e-30)))
-    scores *= _isolation(informativeness, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)[:, None]
-    return scores * _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)[None, :]
+    alpha_isolation = _isolation(informativeness, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)
+    beta_isolation = _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)
+    return _score(product, alpha_square, beta_square, alpha_isolation, beta_isolation, tau_sim, POWER)
 
 
 @triton.jit

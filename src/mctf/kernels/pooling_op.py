@@ -14,16 +14,6 @@ from .launch import channels_last, launchable, varies
 _FEW_SLOTS = 800  # of all images together: four images of 197 tokens, or one of 577
 
 
-def members(assignment: Assignment) -> tuple[Tensor, Tensor]:
-    """Tokens sorted by slot (B N) and where each slot begins there (B M+1), both int32."""
-    if assignment.order is not None and assignment.start is not None:
-        return assignment.order, assignment.start
-    order = assignment.slots.argsort(dim=1, stable=True)
-    counts = assignment.total(torch.ones_like(assignment.slots))
-    start = torch.nn.functional.pad(counts.cumsum(1), (1, 0))
-    return order.int(), start.int()
-
-
 @torch.library.triton_op("mctf::pool", mutates_args=())
 def pool(
     x: Tensor, y: Tensor | None, weights: Tensor, sizes: Tensor | None, slots: Tensor, order: Tensor, start: Tensor
