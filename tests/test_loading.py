@@ -121,3 +121,8 @@ class TestLoadingRefuses:
         torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "resnet.pt")
         with pytest.raises(MctfError, match="test_resnet has no image size to set: leave out --image-size"):
             loading.load_model("test_resnet", weights=tmp_path / "resnet.pt", image_size=(96, 96))
+
+
+def test_a_name_like_no_other_is_not_answered_with_two_thousand() -> None:
+    with pytest.raises(MctfError, match=r"'qqqqq': it is like none of the \d{4} that are known, look it up$"):
+        loading.create("qqqqq")
