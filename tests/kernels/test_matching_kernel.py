@@ -9,7 +9,14 @@ from mctf.kernels import matching_op
 
 from .conftest import poisoned
 
-CASES = [(2, 37, 48, 1, 7), (1, 197, 192, 1, 16), (2, 60, 16, 2, 29), (1, 21, 8, 0, 10), (1, 40, 100, 5, 3)]
+CASES = [
+    (2, 37, 48, 1, 7),
+    (1, 197, 192, 1, 16),
+    (2, 60, 16, 2, 29),
+    (1, 21, 8, 0, 10),
+    (1, 40, 100, 5, 3),
+    (1, 197, 16, 1, 97),
+]
 LARGE = [(2, 300, 40, 1, 91), (1, 577, 64, 1, 201), (1, 262, 16, 2, 1), (1, 260, 24, 0, 130)]
 
 
@@ -62,30 +69,47 @@ def test_equal_scores_fall_by_index(tokens, device):
     assert torch.equal(found.slots, matching.match_bidirectional(scores, 6, protected=1).slots)
 
 
-@pytest.mark.parametrize("way", [{"ONE_PROGRAM": 0}, {"_ALONE": 0}], ids=["many programs", "scores by many"])
+@pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("batch", "tokens", "channels", "protected", "r"), CASES)
-def test_all_ways_match_alike(batch, tokens, channels, protected, r, way, device, monkeypatch):
+def test_one_program_and_many_match_alike(batch, tokens, channels, protected, r, bidirectional, device, monkeypatch):
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(batch, tokens, channels, generator=generator).to(device)
     a = torch.rand(batch, tokens, generator=generator).to(device)
-    arguments = {"r": r, "protected": protected, "bidirectional": True}
-    monkeypatch.setattr(matching_op, "_ALONE", matching_op.ONE_PROGRAM)
-    by_one = kernels.match(x, a, None, criteria.Criteria(), **arguments)
-    for name, value in way.items():
-        monkeypatch.setattr(matching_op, name, value)
-    other = kernels.match(x, a, None, criteria.Criteria(), **arguments)
-    assert torch.equal(other.slots, by_one.slots)
-    assert torch.equal(other.start, by_one.start)
+    found = []
+    for side in (matching_op.ONE_PROGRAM, 0):
+        monkeypatch.setattr(matching_op, "_ALONE", side)
+        monkeypatch.setattr(matching_op, "ONE_PROGRAM", side)
+        arguments = {"r": r, "protected": protected, "bidirectional": bidirectional}
+        found.append(kernels.match(x, a, None, criteria.Criteria(), **arguments))
+    assert torch.equal(found[0].slots, found[1].slots)
+    assert torch.equal(found[0].start, found[1].start)
 
 
-@pytest.mark.parametrize(("batch", "launches"), [(1, ["scores_kernel", "matching_kernel"]), (2, ["matching_kernel"])])
-def test_a_single_image_takes_two_launches(batch, launches, device, monkeypatch):
+MANY = ["scores_kernel", "leaving_kernel", "back_kernel", "slots_kernel", "members_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "launches"), [(1, 197, MANY), (1, 99, ["matching_kernel"]), (64, 131, ["matching_kernel"])]
+)
+def test_a_single_image_takes_many_programs(batch, tokens, launches, device, monkeypatch):
     seen = []
     plain = matching_op.launchable
     monkeypatch.setattr(matching_op, "launchable", lambda kernel: seen.append(kernel.__name__) or plain(kernel))
-    x, a = torch.randn(batch, 197, 16, device=device), torch.rand(batch, 197, device=device)
+    x, a = torch.randn(batch, tokens, 16, device=device), torch.rand(batch, tokens, device=device)
     kernels.match(x, a, None, criteria.Criteria(), r=16, protected=1, bidirectional=True)
     assert seen == launches
+
+
+@pytest.mark.parametrize("tokens", [60, 290])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_tokens_that_are_not_numbers_still_get_a_slot_each(tokens, bidirectional, device):
+    x = torch.randn(2, tokens, 16, device=device)
+    x[0, 5:11] = float("nan")
+    x[1] = float("nan")
+    a = torch.rand(2, tokens, device=device)
+    found = kernels.match(x, a, None, criteria.Criteria(), r=9, protected=1, bidirectional=bidirectional)
+    assert torch.equal(found.order.sort(dim=1).values, torch.arange(tokens, device=device).expand(2, -1).int())
+    assert ((found.slots >= 0) & (found.slots < tokens - 9)).all()
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,17 @@ import triton
 import triton.language as tl
 
 from .numbers_triton import single
-from .tiles_triton import load_bias, load_rows, load_values, store_rows
+from .tiles_triton import load_near_rows, load_rows, load_sizes, load_values, store_rows
 
 
 @triton.jit
-def _weights_and_slopes(a, b, c, d, scale_log2, bias, level, delta, PRECISION: tl.constexpr):
+def _weights_and_slopes(a, b, c, d, scale_log2, size, level, delta, PRECISION: tl.constexpr):
     """A tile of A, and of dS, the slope of the loss in the logits.
 
     Rows against keys with (a, b, c, d) = (queries, keys, G, values); keys against rows with a, b and c, d exchanged.
-    Beyond the last key the bias is -inf, beyond the last row the level is +inf: weights and slopes are 0 there.
+    Beyond the last key the size is 0, beyond the last row G and delta are: they add nothing to what is summed.
     """
-    weights = tl.exp2(tl.dot(a, tl.trans(b), input_precision=PRECISION) * scale_log2 + bias - level)
+    weights = tl.exp2(tl.dot(a, tl.trans(b), input_precision=PRECISION) * scale_log2 - level) * size
     slopes = weights * (tl.dot(c, tl.trans(d), input_precision=PRECISION) - delta)
     return weights.to(a.dtype), slopes.to(a.dtype)
 
@@ -59,15 +59,15 @@ def query_gradient_kernel(
     context = load_rows(out, rows, channels, heads * DIM, tokens, D, DIM)
     delta = tl.sum(grad.to(tl.float32) * context.to(tl.float32), 1)
     tl.store(deltas + program * tokens + rows, delta, mask=rows < tokens)
-    level = tl.load(normaliser + program * tokens + rows, mask=rows < tokens, other=float("inf"))
+    level = tl.load(normaliser + program * tokens + rows, mask=rows < tokens, other=0.0)
     to_query = tl.zeros([ROWS, D], tl.float32)
     for start in range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
-        key = load_rows(k, keys, channels, k_n, tokens, D, DIM)
+        key = load_near_rows(k, keys, channels, k_n, tokens, D, DIM)
         value = load_values(v, slots, keys, channels, v_n, tokens, SPREAD, D, DIM)
-        bias = load_bias(sizes, keys, tokens, HAS_SIZES)[None, :]
+        size = load_sizes(sizes, keys, tokens, HAS_SIZES)[None, :]
         _, slopes = _weights_and_slopes(
-            query, key, grad, value, scale_log2, bias, level[:, None], delta[:, None], PRECISION
+            query, key, grad, value, scale_log2, size, level[:, None], delta[:, None], PRECISION
         )
         to_query = tl.dot(slopes, key, to_query, input_precision=PRECISION)
     store_rows(q_grad, to_query * scale, image, head, rows, channels, tokens, heads, D, DIM)
@@ -95,18 +95,18 @@ def key_value_gradient_kernel(
     channels = tl.arange(0, D)
     keys = (tl.program_id(0) % tiles) * KEYS + tl.arange(0, KEYS)
 
-    key = load_rows(k, keys, channels, k_n, tokens, D, DIM)
+    key = load_near_rows(k, keys, channels, k_n, tokens, D, DIM)
     value = load_values(v, slots + image * tokens, keys, channels, v_n, tokens, SPREAD, D, DIM)
-    bias = load_bias(sizes + image * tokens, keys, tokens, HAS_SIZES)[:, None]
+    size = load_sizes(sizes + image * tokens, keys, tokens, HAS_SIZES)[:, None]
     to_key = tl.zeros([KEYS, D], tl.float32)
     to_value = tl.zeros([KEYS, D], tl.float32)
     for start in range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
         query = load_rows(q, rows, channels, q_n, tokens, D, DIM)
         grad = load_rows(out_grad, rows, channels, grad_n, tokens, D, DIM)
-        level = tl.load(normaliser + rows, mask=rows < tokens, other=float("inf"))[None, :]
+        level = tl.load(normaliser + rows, mask=rows < tokens, other=0.0)[None, :]
         delta = tl.load(deltas + rows, mask=rows < tokens, other=0.0)[None, :]
-        weights, slopes = _weights_and_slopes(key, query, value, grad, scale_log2, bias, level, delta, PRECISION)
+        weights, slopes = _weights_and_slopes(key, query, value, grad, scale_log2, size, level, delta, PRECISION)
         to_value = tl.dot(weights, grad, to_value, input_precision=PRECISION)
         to_key = tl.dot(slopes, query, to_key, input_precision=PRECISION)
     store_rows(k_grad, to_key * scale, image, head, keys, channels, tokens, heads, D, DIM)

@@ -154,24 +154,22 @@ def _launch_long(work: _Work) -> None:
             q, k, work.or_query(work.sizes), work.normaliser, work.received,
             tokens, heads, work.scale_log2, work.row_weight, work.first_row_weight, *q.stride()[:3], *k.stride()[:3],
             HAS_SIZES=work.sizes is not None, ROWS=64 if q.element_size() == 4 else 128, KEYS=64, **widths(q),
-            num_warps=4, num_stages=2,
+            num_warps=4, num_stages=2 if q.element_size() == 4 else 3,
         )  # fmt: skip
 
 
 def _long_tiles(q: Tensor) -> tuple[int, int, int]:
     """Rows a program holds, keys it walks over at a time, and how many of these loads are under way at once.
 
-    On an H200, 64 images of 577 tokens and 12 heads took 470 us by the first choice and 550 by the second; one image
-    16 us by the second and 28 by the first; one image of 197 tokens 6.8 us by the last and 7.8 by the second.
+    On an H200, 64 images of 577 tokens and 12 heads took 270 us by the first choice and 326 by the second; one image
+    9.6 us by the second.
     """
     batch, heads, tokens, channels = q.shape
     if q.element_size() == 4 or varies(tokens):
         return 64, 64, 2
     if -(-tokens // 128) * batch * heads >= _BUSY:
         return 128, 64, 3 if channels <= 64 else 2
-    if tokens > _LONGEST_IN_ONE_PASS:
-        return 64, 128 if channels <= 64 else 64, 2
-    return 32, 64, 2
+    return 64, 128 if channels <= 64 else 64, 2
 
 
 def _rows_at_once(tokens: int) -> int:

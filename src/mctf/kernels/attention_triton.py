@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .numbers_triton import single
-from .tiles_triton import load_bias, load_rows, load_sizes, load_values, store_rows
+from .tiles_triton import load_near_rows, load_rows, load_sizes, load_values, store_rows
 
 
 @triton.jit
@@ -139,12 +139,12 @@ def long_attention_kernel(
     context = tl.zeros([ROWS, D], tl.float32)
     for start in range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
-        key = tl.trans(load_rows(k, keys, channels, k_n, tokens, D, DIM))
-        bias = load_bias(sizes, keys, tokens, HAS_SIZES)
-        p = tl.dot(query, key, input_precision=PRECISION) * scale_log2 + bias[None, :]
-        new_top = tl.maximum(top, tl.max(p, 1))
+        key = tl.trans(load_near_rows(k, keys, channels, k_n, tokens, D, DIM))
+        size = load_sizes(sizes, keys, tokens, HAS_SIZES)
+        p = tl.dot(query, key, input_precision=PRECISION)
+        new_top = tl.maximum(top, tl.max(p, 1) * scale_log2)
         shrink = tl.exp2(top - new_top)
-        p = tl.exp2(p - new_top[:, None])
+        p = tl.exp2(p * scale_log2 - new_top[:, None]) * size[None, :]
         mass = mass * shrink + tl.sum(p, 1)
         top = new_top
         if OUTPUT:
@@ -174,14 +174,13 @@ def long_received_kernel(
     channels = tl.arange(0, D)
     keys = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     key = load_rows(k, keys, channels, k_n, tokens, D, DIM)
-    bias = load_bias(sizes + image * tokens, keys, tokens, HAS_SIZES)
     total = tl.zeros([KEYS], tl.float32)
     for start in range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
         query = tl.trans(load_rows(q, rows, channels, q_n, tokens, D, DIM))
-        # beyond the last row the normaliser is +inf, which makes the weight 0
-        level = tl.load(normaliser + rows, mask=rows < tokens, other=float("inf"))
-        p = tl.dot(key, query, input_precision=PRECISION) * scale_log2 + bias[:, None]
+        level = tl.load(normaliser + rows, mask=rows < tokens, other=0.0)
+        p = tl.dot(key, query, input_precision=PRECISION) * scale_log2 - level[None, :]
         weight = tl.where(rows == 0, row_weight + first_row_weight, row_weight)
-        total += tl.sum(tl.exp2(p - level[None, :]) * weight[None, :], 1)
-    tl.store(received + program * tokens + keys, total / (tokens * heads), mask=keys < tokens)
+        total += tl.sum(tl.exp2(p) * tl.where(rows < tokens, weight, 0.0)[None, :], 1)
+    total *= load_sizes(sizes + image * tokens, keys, tokens, HAS_SIZES) / (tokens * heads)
+    tl.store(received + program * tokens + keys, total, mask=keys < tokens)

@@ -11,7 +11,7 @@ Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, C
 import triton
 import triton.language as tl
 
-from .matching_triton import _isolation, _score
+from .matching_triton import attraction
 from .numbers_triton import single
 
 
@@ -27,48 +27,32 @@ def _side_tokens(places, protected, ODD: tl.constexpr):
 
 @triton.jit
 def scores_kernel(
-    x, informativeness, sizes, scores, best,
+    x, lengths, informativeness, sizes, scores, best,
     tokens, channels, alphas, betas, protected, tau_sim, tau_info, tau_size, x_b, x_n,
-    BEST: tl.constexpr, HAS_SIZES: tl.constexpr, POWER: tl.constexpr,
+    HAS_SIZES: tl.constexpr, POWER: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attraction of a tile of pairs: scores (B Na Nb), and if BEST the best of each row with its column: best (B Na).
+    """Attraction of a tile of pairs: scores (B Na Nb), and the best of each row with its column: best (B Na).
 
     best holds both in one integer that the tiles of a row can maximise: the bits of the score, which is positive, above
     the column counted from the last, so that of equal scores the first wins.
     """
     tau_sim, tau_info, tau_size = single(tau_sim), single(tau_info), single(tau_size)
     image = tl.program_id(2).to(tl.int64)
-    x += image * x_b
     alpha_places = tl.program_id(0) * A + tl.arange(0, A)
     beta_places = tl.program_id(1) * B + tl.arange(0, B)
     is_alpha, is_beta = alpha_places < alphas, beta_places < betas
-    alpha_tokens, beta_tokens = _side_tokens(alpha_places, protected, False), _side_tokens(beta_places, protected, True)
-    # before the long loop: its loads then hide the waiting for these
-    informativeness += image * tokens
-    sizes += image * tokens
-    alpha_isolation = _isolation(informativeness, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)
-    beta_isolation = _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)
-    product = tl.zeros([A, B], tl.float32)
-    alpha_square, beta_square = tl.zeros([A, CHUNK], tl.float32), tl.zeros([B, CHUNK], tl.float32)
-    for first in range(0, channels, CHUNK):
-        column = first + tl.arange(0, CHUNK)
-        inside = column[None, :] < channels
-        xa = tl.load(x + alpha_tokens[:, None] * x_n + column[None, :], mask=is_alpha[:, None] & inside, other=0.0)
-        xb = tl.load(x + beta_tokens[:, None] * x_n + column[None, :], mask=is_beta[:, None] & inside, other=0.0)
-        product = tl.dot(xa, tl.trans(xb), product, input_precision=PRECISION)
-        alpha_square += xa.to(tl.float32) * xa.to(tl.float32)
-        beta_square += xb.to(tl.float32) * xb.to(tl.float32)
-    alpha_square, beta_square = tl.sum(alpha_square, 1), tl.sum(beta_square, 1)
-    score = _score(product, alpha_square, beta_square, alpha_isolation, beta_isolation, tau_sim, POWER)
+    score = attraction(
+        x + image * x_b, lengths + image * tokens, informativeness + image * tokens, sizes + image * tokens,
+        _side_tokens(alpha_places, protected, False), _side_tokens(beta_places, protected, True), is_alpha, is_beta,
+        channels, tau_sim, tau_info, tau_size, x_n, HAS_SIZES, POWER, A, B, CHUNK, PRECISION,
+    )  # fmt: skip
     where = (image * alphas + alpha_places[:, None]) * betas + beta_places[None, :]
     tl.store(scores + where, score, mask=is_alpha[:, None] & is_beta[None, :])
-    if BEST:
-        score = tl.where(is_beta[None, :], score, float("-inf"))
-        top, column = tl.max(score, 1, return_indices=True, return_indices_tie_break_left=True)
-        bits = tl.maximum(top, 0.0).to(tl.int32, bitcast=True).to(tl.int64) << 32
-        packed = bits + (betas - 1 - (tl.program_id(1) * B + column))
-        tl.atomic_max(best + image * alphas + alpha_places, packed, mask=is_alpha)
+    top, column = tl.max(score, 1, return_indices=True, return_indices_tie_break_left=True)
+    bits = tl.maximum(top, 0.0).to(tl.int32, bitcast=True).to(tl.int64) << 32
+    packed = bits + (betas - 1 - (tl.program_id(1) * B + column))
+    tl.atomic_max(best + image * alphas + alpha_places, packed, mask=is_alpha)
 
 
 @triton.jit
@@ -169,18 +153,20 @@ def slots_kernel(
 
 @triton.jit
 def members_kernel(slots, order, start, tokens, count, MINE: tl.constexpr, OTHERS: tl.constexpr):
-    """order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`."""
+    """order (B N): tokens sorted by slot; start (B M+1): where each slot, none of them empty, begins in `order`."""
     image = tl.program_id(1).to(tl.int64)
     slots += image * tokens
+    start += image * (count + 1)
     token = tl.program_id(0) * MINE + tl.arange(0, MINE)
-    slot = tl.load(slots + token, mask=token < tokens, other=0)
-    at = tl.zeros([MINE], tl.int32)
-    begins = tl.zeros([MINE], tl.int32)
+    slot = tl.load(slots + token, mask=token < tokens, other=0).to(tl.int32)
+    before = tl.zeros([MINE], tl.int32)
+    alike = tl.zeros([MINE], tl.int32)
     for first in range(0, tokens, OTHERS):
         others = first + tl.arange(0, OTHERS)
-        other = tl.load(slots + others, mask=others < tokens, other=1 << 40)
-        earlier = (other[None, :] == slot[:, None]) & (others[None, :] < token[:, None])
-        at += tl.sum(((other[None, :] < slot[:, None]) | earlier).to(tl.int32), 1)
-        begins += tl.sum((other[None, :] < token[:, None]).to(tl.int32), 1)
-    tl.store(order + image * tokens + at, token, mask=token < tokens)
-    tl.store(start + image * (count + 1) + token, begins, mask=token <= count)
+        other = tl.load(slots + others, mask=others < tokens, other=count).to(tl.int32)
+        before += tl.sum((other[None, :] < slot[:, None]).to(tl.int32), 1)
+        earlier = others[None, :] < token[:, None]
+        alike += tl.sum(((other[None, :] == slot[:, None]) & earlier).to(tl.int32), 1)
+    tl.store(order + image * tokens + before + alike, token, mask=token < tokens)
+    tl.store(start + slot, before, mask=(token < tokens) & (alike == 0))
+    tl.store(start + count, tokens)

@@ -1,7 +1,7 @@
 """Matching on the GPU: the `mctf::match` operator, whose plain meaning is `core.criteria` and `core.matching`.
 
-Short sequences take one launch, one program an image (`matching_triton`); of a single image the scores come from a
-launch of many programs before. Long sequences take five launches of many programs (`matching_large_triton`).
+Short sequences take one launch, one program an image (`matching_triton`). Long sequences, and single images, take five
+launches of many programs (`matching_large_triton`).
 
 Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, M slots.
 """
@@ -14,10 +14,10 @@ from torch import Tensor
 from .launch import launchable, varies
 
 ONE_PROGRAM = 128  # tokens on one side of the split whose scores fit a program's registers
-_ALONE = 64  # of one image only: many programs make the scores of more than these faster than one
+_ALONE = 64  # a single image with more tokens on a side than this is faster by many programs
 MANY_PROGRAMS = 2048  # beyond, ranks by counting cost more than sorting
 _MOST_PROTECTED = 16
-_ROWS = 64  # fewer would not fill an instruction of a Hopper's tensor cores
+_KEEPS_BUSY = 512  # tokens on a side whose pairs, in large tiles, are enough for a GPU
 _COUNTED, _COUNTED_AGAINST = 16, 512  # tokens whose rank a program counts, and against how many at a time
 
 
@@ -44,12 +44,7 @@ def match(
     outputs = _outputs(x, r)
     forth = r // 2 if bidirectional else r
     work = _Work(x, informativeness, sizes, *outputs, r, forth, protected, tau_sim, tau_info, tau_size, bidirectional)
-    if work.side > ONE_PROGRAM:
-        _launch_many(work)
-    elif x.shape[0] == 1 and work.side > _ALONE:
-        _launch_one(work, _launch_scores(work))
-    else:
-        _launch_one(work)
+    (_launch_many if work.wants_many_programs() else _launch_one)(work)
     return outputs
 
 
@@ -83,17 +78,35 @@ class _Work(NamedTuple):
         """Unprotected tokens of the larger side."""
         return (self.x.shape[1] - self.protected + 1) // 2
 
+    def wants_many_programs(self) -> bool:
+        """Whether an image is too large for one program, or the only one and large enough."""
+        return self.side > (_ALONE if self.x.shape[0] == 1 else ONE_PROGRAM)
+
     def sides(self) -> tuple[int, int]:
         """Unprotected tokens in even and in odd places."""
         alphas = (self.x.shape[1] - self.protected + (self.protected + 1) % 2) // 2
         return alphas, self.x.shape[1] - self.protected - alphas
 
-    def criteria(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the scores are made of; a kernel wants a pointer even where it will not read."""
-        return self.x, self.informativeness, self.x if self.sizes is None else self.sizes
+    def criteria(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the scores are made of: tokens, their lengths, informativeness, sizes.
+
+        Lengths are taken outside: torch.compile makes them where it reads x for a norm anyway, and the kernels, with
+        nothing else to do with x than to multiply it, fetch it ahead. They want a pointer even where they do not read.
+        """
+        lengths = torch.linalg.vector_norm(self.x, dim=2, dtype=torch.float32)
+        return self.x, lengths, self.informativeness, self.x if self.sizes is None else self.sizes
 
     def taus(self) -> tuple[float, float, float]:
         return self.tau_sim, self.tau_info, self.tau_size
+
+    def tile(self) -> tuple[int, int, int]:
+        """Alpha tokens, beta tokens and channels at a time of a program that makes scores."""
+        exact = self.x.element_size() == 4
+        if self.x.shape[0] == 1 and self.side <= _KEEPS_BUSY:  # cut small, and read in large pieces
+            return 64, 16, 64 if exact else 128
+        if exact or varies(self.side) or self.side <= _KEEPS_BUSY:
+            return 64, 64, 32 if exact else 64
+        return 128, 128, 64
 
     def flags(self) -> dict[str, bool | int | str]:
         """What the kernels are compiled for."""
@@ -101,43 +114,38 @@ class _Work(NamedTuple):
         return {
             "HAS_SIZES": self.sizes is not None,
             "POWER": self.tau_sim != 1,
-            "CHUNK": 32 if exact else 64,
             "PRECISION": "ieee" if exact else "tf32",
         }
 
 
-def _launch_one(work: _Work, scores: Tensor | None = None) -> None:
+def _launch_one(work: _Work) -> None:
     from .matching_triton import matching_kernel
 
     batch, tokens, channels = work.x.shape
     side = ONE_PROGRAM if varies(work.side) else max(16, 1 << (work.side - 1).bit_length())
     launchable(matching_kernel)[(batch,)](
-        *work.criteria(), work.x if scores is None else scores, work.slots, work.order, work.start,
+        *work.criteria(), work.slots, work.order, work.start,
         tokens, channels, work.r, work.forth, work.protected, *work.taus(), *work.x.stride()[:2],
-        SCORED=scores is not None, BIDIRECTIONAL=work.bidirectional,
-        A=side, B=side, PROTECTED=_MOST_PROTECTED, **work.flags(),
-        num_warps=16 if side == ONE_PROGRAM else 4,
+        BIDIRECTIONAL=work.bidirectional, SIDE=side, PROTECTED=_MOST_PROTECTED,
+        CHUNK=32 if work.x.element_size() == 4 else 64, **work.flags(), num_warps=8 if side == 64 else 4,
     )  # fmt: skip
 
 
-def _launch_scores(work: _Work, best: Tensor | None = None) -> Tensor:
-    """Attraction of all pairs, B Na Nb; best: takes that of each alpha token, see the kernel."""
+def _launch_scores(work: _Work) -> tuple[Tensor, Tensor]:
+    """Attraction of all pairs, B Na Nb, and the best of each alpha token with its partner, B Na, see the kernel."""
     from .matching_large_triton import scores_kernel
 
     x, batch, (tokens, channels) = work.x, work.x.shape[0], work.x.shape[1:]
     alphas, betas = work.sides()
     scores = x.new_empty((batch, alphas, betas), dtype=torch.float32)
-    flags = work.flags()
-    columns = 64
-    if batch == 1:  # a single image must be cut small, and read in large pieces, to keep a GPU busy
-        columns = 32
-        flags["CHUNK"] = 64 if x.dtype == torch.float32 else 128
-    launchable(scores_kernel)[(-(-alphas // _ROWS), -(-betas // columns), batch)](
-        *work.criteria(), scores, scores if best is None else best,
+    best = x.new_zeros((batch, alphas), dtype=torch.int64)
+    rows, columns, chunk = work.tile()
+    launchable(scores_kernel)[(-(-alphas // rows), -(-betas // columns), batch)](
+        *work.criteria(), scores, best,
         tokens, channels, alphas, betas, work.protected, *work.taus(), *x.stride()[:2],
-        BEST=best is not None, A=_ROWS, B=columns, **flags, num_warps=4, num_stages=3,
+        A=rows, B=columns, CHUNK=chunk, **work.flags(), num_warps=4, num_stages=3,
     )  # fmt: skip
-    return scores
+    return scores, best
 
 
 def _launch_many(work: _Work) -> None:
@@ -146,8 +154,7 @@ def _launch_many(work: _Work) -> None:
     x, batch, tokens = work.x, *work.x.shape[:2]
     protected, forth = work.protected, work.forth
     alphas, betas = work.sides()
-    best = x.new_zeros((batch, alphas), dtype=torch.int64)
-    scores = _launch_scores(work, best)
+    scores, best = _launch_scores(work)
     count = {"MINE": _COUNTED, "OTHERS": _COUNTED_AGAINST}
     gone, alpha_partner = (x.new_empty((batch, alphas), dtype=torch.int32) for _ in range(2))
     launchable(leaving_kernel)[(-(-alphas // _COUNTED), batch)](
@@ -163,6 +170,6 @@ def _launch_many(work: _Work) -> None:
         gone, alpha_partner, strength, beta_partner, work.slots, tokens, alphas, betas, work.r, forth, protected,
         BIDIRECTIONAL=work.bidirectional, **count,
     )  # fmt: skip
-    launchable(members_kernel)[(-(-(tokens + 1) // _COUNTED), batch)](
+    launchable(members_kernel)[(-(-tokens // _COUNTED), batch)](
         work.slots, work.order, work.start, tokens, tokens - work.r, **count
     )

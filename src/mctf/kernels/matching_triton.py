@@ -1,8 +1,8 @@
 """Scores, both matching directions and output slots of one image in one program: Triton twin of `core.matching`.
 
-The score matrix (at most 128 x 128) never leaves the program's registers, unless others have made it (SCORED). Ranks
-come from counting larger values pair by pair: at this size that beats a sort, and equal values fall by index as in the
-plain version.
+The score matrix (at most 128 x 128) never leaves the program's registers. Ranks come from counting larger values pair
+by pair: at this size that beats a sort, and equal values fall by index as in the plain version. Every exchange between
+threads waits for all of them and costs more than the counting: the fewer, the better.
 
 Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, C channels.
 """
@@ -12,6 +12,8 @@ import triton.language as tl
 
 from .numbers_triton import single
 
+_LAST: tl.constexpr = tl.constexpr(1 << 30)  # an item behind all others
+
 
 @triton.jit
 def _rank(values, places):
@@ -19,19 +21,6 @@ def _rank(values, places):
     mine, other = values[:, None], values[None, :]
     ahead = (other > mine) | ((other == mine) & (places[None, :] < places[:, None]))
     return tl.sum(ahead.to(tl.int32), 1)
-
-
-@triton.jit
-def _look_up(table, index, places):
-    """table[index] for vectors, by comparing every pair."""
-    return tl.sum(tl.where(index[:, None] == places[None, :], table[None, :], 0), 1)
-
-
-@triton.jit
-def _count_before(gone, slots, tie):
-    """For each token, how many leavers went to an earlier slot, or to the same one where `tie` holds."""
-    before = (gone[None, :] < slots[:, None]) | ((gone[None, :] == slots[:, None]) & tie)
-    return tl.sum(before.to(tl.int32), 1)
 
 
 @triton.jit
@@ -44,110 +33,135 @@ def _isolation(informativeness, sizes, where, keep, tau_info, tau_size, HAS_SIZE
 
 
 @triton.jit
-def _score(product, alpha_square, beta_square, alpha_isolation, beta_isolation, tau_sim, POWER: tl.constexpr):
-    """Attraction of pairs from their products, the squares of their lengths, and how isolated each token is."""
-    lengths = tl.sqrt(alpha_square)[:, None] * tl.sqrt(beta_square)[None, :]
-    score = (product / tl.maximum(lengths, 1e-30) + 1.0) / 2.0
+def _score(product, alpha_length, beta_length, alpha_isolation, beta_isolation, tau_sim, POWER: tl.constexpr):
+    """Attraction of pairs from their products, their lengths, and how isolated each token is.
+
+    Tokens that are not numbers attract nobody: everybody still has a rank of its own.
+    """
+    score = (product / tl.maximum(alpha_length[:, None] * beta_length[None, :], 1e-30) + 1.0) / 2.0
+    score = tl.maximum(score, 1e-30)  # rounding can make it negative
     if POWER:
-        score = tl.exp2(tau_sim * tl.log2(tl.maximum(score, 1e-30)))
-    return score * (alpha_isolation[:, None] * beta_isolation[None, :])
+        score = tl.exp2(tau_sim * tl.log2(score))
+    score *= alpha_isolation[:, None] * beta_isolation[None, :]
+    return tl.where(score == score, score, float("-inf"))
 
 
 @triton.jit
-def _attraction(
-    x, informativeness, sizes, alpha_tokens, beta_tokens, is_alpha, is_beta,
+def attraction(
+    x, lengths, informativeness, sizes, alpha_tokens, beta_tokens, is_alpha, is_beta,
     channels, tau_sim, tau_info, tau_size, x_n,
     HAS_SIZES: tl.constexpr, POWER: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of all pairs of one image, A B."""
+    """Scores of some pairs of one image, A B; -inf beyond the last tokens."""
+    # before the long loop: its loads then hide the waiting for these
+    alpha_isolation = _isolation(informativeness, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)
+    beta_isolation = _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)
+    alpha_length = tl.load(lengths + alpha_tokens, mask=is_alpha, other=1.0)
+    beta_length = tl.load(lengths + beta_tokens, mask=is_beta, other=1.0)
     product = tl.zeros([A, B], tl.float32)
-    alpha_square, beta_square = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
     for first in range(0, channels, CHUNK):
         column = first + tl.arange(0, CHUNK)
         inside = column[None, :] < channels
         xa = tl.load(x + alpha_tokens[:, None] * x_n + column[None, :], mask=is_alpha[:, None] & inside, other=0.0)
         xb = tl.load(x + beta_tokens[:, None] * x_n + column[None, :], mask=is_beta[:, None] & inside, other=0.0)
         product = tl.dot(xa, tl.trans(xb), product, input_precision=PRECISION)
-        alpha_square += tl.sum(xa.to(tl.float32) * xa.to(tl.float32), 1)
-        beta_square += tl.sum(xb.to(tl.float32) * xb.to(tl.float32), 1)
-    alpha_isolation = _isolation(informativeness, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)
-    beta_isolation = _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)
-    return _score(product, alpha_square, beta_square, alpha_isolation, beta_isolation, tau_sim, POWER)
+    score = _score(product, alpha_length, beta_length, alpha_isolation, beta_isolation, tau_sim, POWER)
+    return tl.where(is_alpha[:, None] & is_beta[None, :], score, float("-inf"))
+
+
+@triton.jit
+def _best_row(scores, places, SIDE: tl.constexpr):
+    """The largest score of each column and the first row that has it.
+
+    Both in one integer, which halves what threads exchange: the bits of a score, whose order is that of the scores as
+    none is negative but -inf, above the row counted from the last.
+    """
+    packed = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (SIDE - 1 - places[:, None])
+    packed = tl.max(packed, 0)
+    row = SIDE - 1 - (packed & 0xFFFFFFFF).to(tl.int32)
+    return (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), row
+
+
+@triton.jit
+def _item(slot, leaves, token):
+    """All that decides a token's place in the order by slots: its slot, whether it left for it, and its number."""
+    return (slot * 2 + leaves.to(tl.int32)) * 512 + token
+
+
+@triton.jit
+def _write(
+    slots, order, start, token, keep, item, alpha_leavers, beta_leavers, BIDIRECTIONAL: tl.constexpr
+):  # fmt: skip
+    """Slots of some tokens, their places in the order by slots, and where the slots begin in it.
+
+    A slot has one token that stays, then those that left for it. All is told by the items of the tokens and of leavers.
+    """
+    ahead = (alpha_leavers[None, :] < item[:, None]).to(tl.int32)
+    if BIDIRECTIONAL:
+        ahead += (beta_leavers[None, :] < item[:, None]).to(tl.int32)
+    slot, leaves = item // 1024, item // 512 % 2
+    at = slot + leaves + tl.sum(ahead, 1)
+    tl.store(slots + token, slot.to(tl.int64), mask=keep)
+    tl.store(order + at, token, mask=keep)
+    tl.store(start + slot, at, mask=keep & (leaves == 0))
 
 
 @triton.jit
 def matching_kernel(
-    x, informativeness, sizes, scored, slots, order, start,
+    x, lengths, informativeness, sizes, slots, order, start,
     tokens, channels, r, forth, protected, tau_sim, tau_info, tau_size, x_b, x_n,
-    SCORED: tl.constexpr, HAS_SIZES: tl.constexpr, POWER: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, PROTECTED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SIZES: tl.constexpr, POWER: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
+    SIDE: tl.constexpr, CHUNK: tl.constexpr, PROTECTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """slots (B N); order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`.
 
-    SCORED: `scored` (B Na Nb) has the scores; else they are made here from x, informativeness and sizes.
+    SIDE: a power of two, at least as large as the alpha and the beta side.
     """
     tau_sim, tau_info, tau_size = single(tau_sim), single(tau_info), single(tau_size)
     image = tl.program_id(0).to(tl.int64)
-    alpha_places, beta_places = tl.arange(0, A), tl.arange(0, B)
-    alpha_tokens = protected + protected % 2 + 2 * alpha_places
-    beta_tokens = protected + 1 - protected % 2 + 2 * beta_places
+    places = tl.arange(0, SIDE)
+    alpha_tokens = protected + protected % 2 + 2 * places
+    beta_tokens = protected + 1 - protected % 2 + 2 * places
     is_alpha, is_beta = alpha_tokens < tokens, beta_tokens < tokens
-    alphas = tl.sum(is_alpha.to(tl.int32), 0)
+    alphas = (tokens - protected + (protected + 1) % 2) // 2
 
     # 1. attraction of every pair
-    pairs = is_alpha[:, None] & is_beta[None, :]
-    if SCORED:
-        betas = tokens - protected - alphas
-        where = (image * alphas + alpha_places[:, None]) * betas + beta_places[None, :]
-        scores = tl.load(scored + where, mask=pairs, other=float("-inf"))
-    else:
-        scores = _attraction(
-            x + image * x_b, informativeness + image * tokens, sizes + image * tokens,
-            alpha_tokens, beta_tokens, is_alpha, is_beta, channels, tau_sim, tau_info, tau_size, x_n,
-            HAS_SIZES, POWER, A, B, CHUNK, PRECISION,
-        )  # fmt: skip
-        scores = tl.where(pairs, scores, float("-inf"))
+    scores = attraction(
+        x + image * x_b, lengths + image * tokens, informativeness + image * tokens, sizes + image * tokens,
+        alpha_tokens, beta_tokens, is_alpha, is_beta, channels, tau_sim, tau_info, tau_size, x_n,
+        HAS_SIZES, POWER, SIDE, SIDE, CHUNK, PRECISION,
+    )  # fmt: skip
 
     # 2. alpha to beta
     strength, target = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
-    leaves = is_alpha & (_rank(strength, alpha_places) < forth)
-    kept = protected + tl.cumsum((is_alpha & (leaves == 0)).to(tl.int32), 0) - 1
+    alpha_leaves = is_alpha & (_rank(strength, places) < forth)
+    kept = protected + tl.cumsum((is_alpha & (alpha_leaves == 0)).to(tl.int32), 0) - 1
 
-    # 3. beta to the remaining alpha
-    beta_slots = protected + alphas - forth + beta_places
-    beta_leaves = beta_places < 0
+    # 3. beta to the remaining alpha, and the rest of beta by falling strength
+    beta_leaves = places < 0
+    beta_slots = protected + alphas - forth + places
     if BIDIRECTIONAL:
-        remaining = tl.where(leaves[:, None], float("-inf"), scores)
-        strength, host = tl.max(remaining, 0, return_indices=True, return_indices_tie_break_left=True)
-        rank = _rank(strength, beta_places)
+        strength, host = _best_row(tl.where(alpha_leaves[:, None], float("-inf"), scores), places, SIDE)
+        rank = _rank(strength, places)
         beta_leaves = rank < r - forth
-        beta_slots = tl.where(beta_leaves, _look_up(kept, host, alpha_places), rank + protected + alphas - r)
-    alpha_slots = tl.where(leaves, _look_up(beta_slots, target, beta_places), kept)
+        beta_slots = tl.where(beta_leaves, tl.gather(kept, host, 0), rank + protected + alphas - r)
+    alpha_slots = tl.where(alpha_leaves, tl.gather(beta_slots, target, 0), kept)
 
-    # 4. tokens sorted by slot: every slot has one token that stays, then those that left for it, alpha before beta
-    nowhere = 1 << 20
-    alpha_gone = tl.where(leaves, alpha_slots, nowhere)
-    beta_gone = tl.where(beta_leaves, beta_slots, nowhere)
-    alpha_at = alpha_slots + leaves.to(tl.int32)
-    alpha_at += _count_before(
-        alpha_gone, alpha_slots, leaves[:, None] & (alpha_places[None, :] < alpha_places[:, None])
-    )
-    alpha_at += _count_before(beta_gone, alpha_slots, alpha_slots[:, None] < 0)
-    beta_at = beta_slots + beta_leaves.to(tl.int32)
-    beta_at += _count_before(alpha_gone, beta_slots, beta_leaves[:, None])
-    earlier = beta_places[None, :] < beta_places[:, None]
-    beta_at += _count_before(beta_gone, beta_slots, beta_leaves[:, None] & earlier)
-
+    # 4. tokens sorted by slot
     slots += image * tokens
     order += image * tokens
     start += image * (tokens - r + 1)
-    tl.store(slots + alpha_tokens, alpha_slots.to(tl.int64), mask=is_alpha)
-    tl.store(slots + beta_tokens, beta_slots.to(tl.int64), mask=is_beta)
-    tl.store(order + alpha_at, alpha_tokens, mask=is_alpha)
-    tl.store(order + beta_at, beta_tokens, mask=is_beta)
-    tl.store(start + alpha_slots, alpha_at, mask=is_alpha & (leaves == 0))
-    tl.store(start + beta_slots, beta_at, mask=is_beta & (beta_leaves == 0))
+    alpha_items, beta_items = (
+        _item(alpha_slots, alpha_leaves, alpha_tokens),
+        _item(beta_slots, beta_leaves, beta_tokens),
+    )
+    alpha_leavers, beta_leavers = (
+        tl.where(alpha_leaves, alpha_items, _LAST),
+        tl.where(beta_leaves & is_beta, beta_items, _LAST),
+    )
+    _write(slots, order, start, alpha_tokens, is_alpha, alpha_items, alpha_leavers, beta_leavers, BIDIRECTIONAL)
+    _write(slots, order, start, beta_tokens, is_beta, beta_items, alpha_leavers, beta_leavers, BIDIRECTIONAL)
     lead = tl.arange(0, PROTECTED)
     tl.store(slots + lead, lead.to(tl.int64), mask=lead < protected)
     tl.store(order + lead, lead, mask=lead < protected)

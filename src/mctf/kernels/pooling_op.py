@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.assignment import Assignment
 from .launch import channels_last, launchable, varies
 
-_FEW_SLOTS = 800  # of all images together: four images of 197 tokens, or one of 577
+_FEW_SLOTS = 2000  # of all images together: eight images of 197 tokens, or three of 577
 
 
 @torch.library.triton_op("mctf::pool", mutates_args=())
@@ -45,8 +45,8 @@ def _manner(batch: int, count: int, width: int) -> tuple[int, dict[str, int]]:
     Where there are many slots, the programs hide each other's waiting. Of few, the one with most members is waited for.
     """
     if not (varies(batch) or varies(count)) and batch * count <= _FEW_SLOTS:
-        return max(1, width // 256), {"MEMBERS": 32, "num_warps": 4}
-    return 1, {"MEMBERS": 1, "num_warps": max(1, width // 1024)}
+        return max(1, width // 128), {"MEMBERS": 4, "num_warps": 1}
+    return max(1, width // 512), {"MEMBERS": 1, "num_warps": 1}
 
 
 def _outputs(x: Tensor, y: Tensor | None, sizes: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,27 +17,34 @@ def load_rows(pointer, rows, channels, row_stride, count, D: tl.constexpr, DIM: 
 
 
 @triton.jit
-def load_bias(sizes_pointer, rows, count, HAS_SIZES: tl.constexpr):
-    """log2(size) of each key, -inf beyond the last: B N."""
-    if HAS_SIZES:
-        bias = tl.log2(tl.load(sizes_pointer + rows, mask=rows < count, other=1.0))
+def load_near_rows(pointer, rows, channels, row_stride, count, D: tl.constexpr, DIM: tl.constexpr):
+    """A tile of rows; beyond the last row, the last one again.
+
+    Their logits then are as large as others, and a weight of 0 is all it takes to make nothing of them: a column of
+    weights can go from memory to where it is multiplied without a detour through other threads, one of -inf cannot.
+    """
+    near = tl.minimum(rows, count - 1)[:, None] * row_stride + channels[None, :]
+    if D != DIM:
+        tile = tl.load(pointer + near, mask=channels[None, :] < DIM, other=0.0)
     else:
-        bias = tl.zeros(rows.shape, tl.float32)
-    return tl.where(rows < count, bias, float("-inf"))
+        tile = tl.load(pointer + near)
+    return tile
 
 
 @triton.jit
 def load_values(
     pointer, slots_pointer, rows, channels, row_stride, count, SPREAD: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr
 ):
-    """Values of a tile of keys; spread values are read through the slot of each key."""
-    source = rows
+    """Values of a tile of keys; spread values are read through the slot of each key. Beyond the last, some value."""
+    source = tl.minimum(rows, count - 1)
     if SPREAD:
-        source = tl.load(slots_pointer + rows, mask=rows < count, other=0)
-    keep = rows[:, None] < count
+        source = tl.load(slots_pointer + source)
     if D != DIM:
-        keep = keep & (channels[None, :] < DIM)
-    return tl.load(pointer + source[:, None] * row_stride + channels[None, :], mask=keep, other=0.0)
+        keep = channels[None, :] < DIM
+        tile = tl.load(pointer + source[:, None] * row_stride + channels[None, :], mask=keep, other=0.0)
+    else:
+        tile = tl.load(pointer + source[:, None] * row_stride + channels[None, :])
+    return tile
 
 
 @triton.jit
