@@ -18,10 +18,12 @@ from mctf.report.plots import Line, Panel, draw, write_plot
 
 LABELS = {
     "base": "base, off the shelf",
+    "eval-base-exact": "base, exact variant off the shelf",
     "eval-base-tome": "base, ToMe off the shelf",
     "plain": "trained on plainly",
     "cross_entropy": "MCTF, cross-entropy",
     "consistency": "MCTF, consistency",
+    "consistency_exact": "exact variant, consistency",
     "tome": "ToMe, cross-entropy",
 }
 STRONG = "consistency"

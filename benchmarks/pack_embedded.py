@@ -1,6 +1,6 @@
 """The weights that come with the package, from a run: `python benchmarks/pack_embedded.py RUN/model.safetensors`.
 
-RUN is what `mctf finetune --config recipes/tiny_imagenet/embedded.toml --validation … --output RUN` left.
+RUN is what `mctf finetune --config recipes/tiny_imagenet/embedded_consistency.toml --validation … --output RUN` left.
 Weights become float16, which halves the file; who loads it gets float32 again. Before anything is written, float16 and
 float32 answer for the same random images and are compared. The same run gives the same file byte for byte.
 

@@ -87,16 +87,16 @@ class TestWeights:
         assert "recipes/tiny_imagenet/embedded" in facts["command"]
         assert facts["images"] == 5000
         assert facts["top1"]["0"] >= 45
-        assert facts["top1"]["19"] >= facts["top1"]["0"] - 1, "at 41 % fewer FLOPs"
+        assert facts["top1"]["21"] >= facts["top1"]["0"] - 1, "at 41 % fewer FLOPs"
 
 
 @torch.inference_mode()
 def test_size_and_cost_are_those_that_its_page_names() -> None:
     model = timm.create_model("embedded").eval()
-    assert sum(parameter.numel() for parameter in model.parameters()) == 1_971_624
-    plan = mctf.plan("embedded", r=19)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 1_976_552
+    plan = mctf.plan("embedded", r=21)
     assert plan.token_counts[0] == 257
-    assert (round(plan.gflops_base, 2), round(plan.gflops, 2)) == (0.70, 0.41)
+    assert (round(plan.gflops_base, 2), round(plan.gflops, 2)) == (0.74, 0.43)
     assert counted(model, torch.zeros(1, 3, 64, 64)) == pytest.approx(plan.gflops_base, abs=EXACT)
 
 

@@ -23,20 +23,23 @@ _SIDE = 64
 
 
 class SmallStem(Stem):
-    """B 3 H W images -> B N C tokens: two convolutions at half the resolution, then patches of 2 x 2 of it."""
+    """B 3 H W images -> B N C tokens: three convolutions at half the resolution, then one that halves it again."""
 
     def __init__(self, img_size: int | tuple[int, int], *, in_chans: int, embed_dim: int, stem_dim: int) -> None:
         super().__init__(img_size, patch=_PATCH)
-        self.conv1 = nn.Conv2d(in_chans, stem_dim, kernel_size=3, stride=2, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(stem_dim)
-        self.conv2 = nn.Conv2d(stem_dim, stem_dim, kernel_size=3, padding=1, bias=False)
+        self.conv1 = nn.Conv2d(in_chans, stem_dim // 2, kernel_size=3, stride=2, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(stem_dim // 2)
+        self.conv2 = nn.Conv2d(stem_dim // 2, stem_dim, kernel_size=3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(stem_dim)
-        self.proj = nn.Conv2d(stem_dim, embed_dim, kernel_size=2, stride=2)
+        self.conv3 = nn.Conv2d(stem_dim, stem_dim, kernel_size=3, padding=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(stem_dim)
+        self.proj = nn.Conv2d(stem_dim, embed_dim, kernel_size=3, stride=2, padding=1)
 
     def forward(self, images: Tensor) -> Tensor:
         self.check(images)
         x = F.relu(self.bn1(self.conv1(images)))
         x = F.relu(self.bn2(self.conv2(x)))
+        x = F.relu(self.bn3(self.conv3(x)))
         return self.proj(x).flatten(2).transpose(1, 2)
 
 
@@ -64,8 +67,8 @@ def embedded(pretrained: bool = False, **options: Any) -> VisionTransformer:
         "embed_dim": 128,
         "depth": 12,
         "num_heads": 4,
-        "mlp_ratio": 2.75,
-        "embed_layer": stem_layer(SmallStem, stem_dim=32),
+        "mlp_ratio": 2.5,
+        "embed_layer": stem_layer(SmallStem, stem_dim=64),
         "pretrained_filter_fn": checkpoint_filter_fn,  # resamples positions for another img_size
     }
     return build(VisionTransformer, "embedded", pretrained, **{**sizes, **options})
