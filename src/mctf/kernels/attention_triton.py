@@ -41,7 +41,7 @@ def attention_kernel(
     To train, also normaliser (B H N), log2 of each row's sum, from which attention can be computed again.
 
     A key of size s counts s times: exp(l + log s) = s exp(l). So sizes multiply the values and the softmax sum, which
-    are few, and not the logits, which are many.
+    are few, and not the logits, which are many. Beyond the last key they are 0, and the logits those of the last key.
     """
     scale_log2 = single(scale_log2)
     row_weight, first_row_weight = single(row_weight), single(first_row_weight) * tokens
@@ -57,36 +57,33 @@ def attention_kernel(
     keys1 = tl.arange(0, T1)
     keys2 = T1 + tl.arange(0, T2 if T2 > 0 else 16)
 
-    k1 = tl.trans(load_rows(k, keys1, channels, k_n, tokens, D, DIM))
+    k1 = tl.trans(load_near_rows(k, keys1, channels, k_n, tokens, D, DIM))
     size1 = load_sizes(sizes, keys1, tokens, HAS_SIZES)
     counts1 = tl.trans(_first_lines(size1, dtype))
     received1 = tl.zeros([16, T1], tl.float32)
     if OUTPUT:
         v1 = load_values(v, slots, keys1, channels, v_n, tokens, SPREAD, D, DIM)
-        if HAS_SIZES:
-            v1 = (v1 * size1[:, None]).to(dtype)
+        v1 = (v1 * size1[:, None]).to(dtype)
     if T2 > 0:
-        k2 = tl.trans(load_rows(k, keys2, channels, k_n, tokens, D, DIM))
+        k2 = tl.trans(load_near_rows(k, keys2, channels, k_n, tokens, D, DIM))
         size2 = load_sizes(sizes, keys2, tokens, HAS_SIZES)
         counts2 = tl.trans(_first_lines(size2, dtype))
         received2 = tl.zeros([16, T2], tl.float32)
         if OUTPUT:
             v2 = load_values(v, slots, keys2, channels, v_n, tokens, SPREAD, D, DIM)
-            if HAS_SIZES:
-                v2 = (v2 * size2[:, None]).to(dtype)
+            v2 = (v2 * size2[:, None]).to(dtype)
 
     for start in range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
         query = load_rows(q, rows, channels, q_n, tokens, D, DIM)
         p1 = tl.dot(query, k1, input_precision=PRECISION)
+        top = tl.max(p1, 1)
         if T2 > 0:
             p2 = tl.dot(query, k2, input_precision=PRECISION)
-            p2 = tl.where(keys2[None, :] < tokens, p2, float("-inf"))
-            top = tl.maximum(tl.max(p1, 1), tl.max(p2, 1)) * scale_log2
+            top = tl.maximum(top, tl.max(p2, 1))
+        top *= scale_log2
+        if T2 > 0:
             p2 = tl.exp2(p2 * scale_log2 - top[:, None]).to(dtype)
-        else:
-            p1 = tl.where(keys1[None, :] < tokens, p1, float("-inf"))
-            top = tl.max(p1, 1) * scale_log2
         p1 = tl.exp2(p1 * scale_log2 - top[:, None]).to(dtype)
         mass = tl.dot(p1, counts1, input_precision=PRECISION)
         if T2 > 0:
