@@ -17,18 +17,24 @@ def load_rows(pointer, rows, channels, row_stride, count, D: tl.constexpr, DIM: 
 
 
 @triton.jit
+def _load_each(pointer, rows, channels, row_stride, D: tl.constexpr, DIM: tl.constexpr):
+    """Rows that all exist."""
+    where = pointer + rows[:, None] * row_stride + channels[None, :]
+    if D != DIM:
+        tile = tl.load(where, mask=channels[None, :] < DIM, other=0.0)
+    else:
+        tile = tl.load(where)
+    return tile
+
+
+@triton.jit
 def load_near_rows(pointer, rows, channels, row_stride, count, D: tl.constexpr, DIM: tl.constexpr):
     """A tile of rows; beyond the last row, the last one again.
 
     Their logits then are as large as others, and a weight of 0 is all it takes to make nothing of them: a column of
     weights can go from memory to where it is multiplied without a detour through other threads, one of -inf cannot.
     """
-    near = tl.minimum(rows, count - 1)[:, None] * row_stride + channels[None, :]
-    if D != DIM:
-        tile = tl.load(pointer + near, mask=channels[None, :] < DIM, other=0.0)
-    else:
-        tile = tl.load(pointer + near)
-    return tile
+    return _load_each(pointer, tl.minimum(rows, count - 1), channels, row_stride, D, DIM)
 
 
 @triton.jit
@@ -39,12 +45,7 @@ def load_values(
     source = tl.minimum(rows, count - 1)
     if SPREAD:
         source = tl.load(slots_pointer + source)
-    if D != DIM:
-        keep = channels[None, :] < DIM
-        tile = tl.load(pointer + source[:, None] * row_stride + channels[None, :], mask=keep, other=0.0)
-    else:
-        tile = tl.load(pointer + source[:, None] * row_stride + channels[None, :])
-    return tile
+    return _load_each(pointer, source, channels, row_stride, D, DIM)
 
 
 @triton.jit
