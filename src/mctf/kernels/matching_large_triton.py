@@ -11,7 +11,7 @@ Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, C
 import triton
 import triton.language as tl
 
-from .matching_triton import attraction
+from .matching_triton import attraction, best_beta
 from .numbers_triton import single
 
 
@@ -49,9 +49,9 @@ def scores_kernel(
     )  # fmt: skip
     where = (image * alphas + alpha_places[:, None]) * betas + beta_places[None, :]
     tl.store(scores + where, score, mask=is_alpha[:, None] & is_beta[None, :])
-    top, column = tl.max(score, 1, return_indices=True, return_indices_tie_break_left=True)
+    top, column = best_beta(score, beta_places)
     bits = tl.maximum(top, 0.0).to(tl.int32, bitcast=True).to(tl.int64) << 32
-    packed = bits + (betas - 1 - (tl.program_id(1) * B + column))
+    packed = bits + tl.maximum(betas - 1 - column, 0)
     tl.atomic_max(best + image * alphas + alpha_places, packed, mask=is_alpha)
 
 

@@ -25,25 +25,24 @@ def _rank(values, places):
 
 @triton.jit
 def _isolation(informativeness, sizes, where, keep, tau_info, tau_size, HAS_SIZES: tl.constexpr):
-    """a^-tau_info * s^-tau_size of some tokens."""
+    """a^-tau_info * s^-tau_size of some tokens; 0 beyond the last."""
     exponent = -tau_info * tl.log2(tl.maximum(tl.load(informativeness + where, mask=keep, other=1.0), 1e-30))
     if HAS_SIZES:
         exponent -= tau_size * tl.log2(tl.load(sizes + where, mask=keep, other=1.0))
-    return tl.exp2(exponent)
+    return tl.where(keep, tl.exp2(exponent), 0.0)
 
 
 @triton.jit
 def _score(product, alpha_length, beta_length, alpha_isolation, beta_isolation, tau_sim, POWER: tl.constexpr):
-    """Attraction of pairs from their products, their lengths, and how isolated each token is.
+    """Attraction of pairs from their products, their lengths, and how isolated each token is: 0 beyond the last tokens.
 
-    Tokens that are not numbers attract nobody: everybody still has a rank of its own.
+    A division is ten instructions, so lengths are inverted before they meet; halved, (1 + cosine) / 2 is one step.
     """
-    score = (product / tl.maximum(alpha_length[:, None] * beta_length[None, :], 1e-30) + 1.0) / 2.0
-    score = tl.maximum(score, 1e-30)  # rounding can make it negative
+    alpha_inverse, beta_inverse = 0.5 / tl.maximum(alpha_length, 1e-15), 1.0 / tl.maximum(beta_length, 1e-15)
+    score = tl.maximum(product * alpha_inverse[:, None] * beta_inverse[None, :] + 0.5, 1e-30)
     if POWER:
         score = tl.exp2(tau_sim * tl.log2(score))
-    score *= alpha_isolation[:, None] * beta_isolation[None, :]
-    return tl.where(score == score, score, float("-inf"))
+    return score * (alpha_isolation[:, None] * beta_isolation[None, :])
 
 
 @triton.jit
@@ -53,7 +52,10 @@ def attraction(
     HAS_SIZES: tl.constexpr, POWER: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of some pairs of one image, A B; -inf beyond the last tokens."""
+    """Scores of some pairs of one image, A B; -inf beyond the last tokens.
+
+    Tokens that are not numbers attract nobody either: everybody still has a rank of its own.
+    """
     # before the long loop: its loads then hide the waiting for these
     alpha_isolation = _isolation(informativeness, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)
     beta_isolation = _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)
@@ -67,20 +69,24 @@ def attraction(
         xb = tl.load(x + beta_tokens[:, None] * x_n + column[None, :], mask=is_beta[:, None] & inside, other=0.0)
         product = tl.dot(xa, tl.trans(xb), product, input_precision=PRECISION)
     score = _score(product, alpha_length, beta_length, alpha_isolation, beta_isolation, tau_sim, POWER)
-    return tl.where(is_alpha[:, None] & is_beta[None, :], score, float("-inf"))
+    return tl.where(score > 0.0, score, float("-inf"))
 
 
 @triton.jit
-def _best_row(scores, places, SIDE: tl.constexpr):
-    """The largest score of each column and the first row that has it.
+def best_beta(scores, places):
+    """The largest score of each row, and the first column that has it.
 
-    Both in one integer, which halves what threads exchange: the bits of a score, whose order is that of the scores as
-    none is negative but -inf, above the row counted from the last.
+    Two plain extremes are less work than one of pairs.
     """
-    packed = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (SIDE - 1 - places[:, None])
-    packed = tl.max(packed, 0)
-    row = SIDE - 1 - (packed & 0xFFFFFFFF).to(tl.int32)
-    return (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), row
+    top = tl.max(scores, 1)
+    return top, tl.min(tl.where(scores == top[:, None], places[None, :], 1 << 20), 1)
+
+
+@triton.jit
+def _best_alpha(scores, places):
+    """The largest score of each column and the first row that has it."""
+    top = tl.max(scores, 0)
+    return top, tl.min(tl.where(scores == top[None, :], places[:, None], 1 << 20), 0)
 
 
 @triton.jit
@@ -134,7 +140,7 @@ def matching_kernel(
     )  # fmt: skip
 
     # 2. alpha to beta
-    strength, target = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
+    strength, target = best_beta(scores, places)
     alpha_leaves = is_alpha & (_rank(strength, places) < forth)
     kept = protected + tl.cumsum((is_alpha & (alpha_leaves == 0)).to(tl.int32), 0) - 1
 
@@ -142,7 +148,7 @@ def matching_kernel(
     beta_leaves = places < 0
     beta_slots = protected + alphas - forth + places
     if BIDIRECTIONAL:
-        strength, host = _best_row(tl.where(alpha_leaves[:, None], float("-inf"), scores), places, SIDE)
+        strength, host = _best_alpha(tl.where(alpha_leaves[:, None], float("-inf"), scores), places)
         rank = _rank(strength, places)
         beta_leaves = rank < r - forth
         beta_slots = tl.where(beta_leaves, tl.gather(kept, host, 0), rank + protected + alphas - r)
