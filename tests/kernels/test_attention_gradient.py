@@ -110,6 +110,18 @@ def test_logits_far_below_zero(device):
     assert_as_near_as_pytorch((q, k, v), out_grad, floor=14_400 * 2**-24, sizes=sizes, scale=1.0)
 
 
+@pytest.mark.parametrize("tokens", [40, 300])
+def test_keys_of_size_0_have_no_gradient_however_large_their_logits(tokens, device):
+    q, k, v, sizes = inputs(1, 1, tokens, 16, dtype=torch.float32, device=device)
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, :, 7, 0] = 200
+    sizes[:, 7] = 0
+    out_grad = torch.randn(1, tokens, 16, device=device)
+    to_all = gradients(kernels.attend, (q, k, v), out_grad, sizes=sizes, scale=1.0)
+    assert all(grad.isfinite().all() for grad in to_all)
+    assert not any(grad[:, :, 7].any() for grad in to_all[1:])
+
+
 @pytest.mark.parametrize("layout", ["equal for all", "channels apart"])
 def test_gradients_of_the_context_in_any_layout(layout, device):
     q, k, v, sizes = inputs(2, 2, 40, 16, dtype=torch.float32, device=device)

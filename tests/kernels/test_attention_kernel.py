@@ -93,6 +93,25 @@ def _noted(launch, launches, work):
     launch(work)
 
 
+@pytest.mark.parametrize("tokens", [150, 300])
+@pytest.mark.parametrize(("gap", "dtype"), [(18.0, torch.float16), (110.0, torch.float32)])
+def test_nobody_attends_to_keys_of_size_0_however_large_their_logits(tokens, gap, dtype, device):
+    generator = torch.Generator().manual_seed(tokens)
+    q, k, v = (0.1 * torch.randn(1, 64, tokens, 16, generator=generator) for _ in range(3))
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, :, 7, 0] = gap
+    sizes = torch.ones(1, tokens)
+    sizes[:, 7] = 0
+    q, k, v, sizes = q.to(device, dtype), k.to(device, dtype), v.to(device, dtype), sizes.to(device)
+    context, received = kernels.attend_and_look(q, k, v, sizes=sizes, scale=1.0, rows="mean")
+    others = [j for j in range(tokens) if j != 7]
+    wide = (q.double(), k.double()[:, :, others], v.double()[:, :, others])
+    expected = torch.nn.functional.scaled_dot_product_attention(*wide, scale=1.0).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(context.double(), expected, rtol=2e-3, atol=2e-4)
+    assert received[0, 7] == 0
+    torch.testing.assert_close(received.sum(), torch.tensor(1.0, device=device), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 197), (1, 577), (99, 577)])
 @pytest.mark.parametrize("channels", [32, 64, 128])

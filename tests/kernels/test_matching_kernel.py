@@ -100,6 +100,32 @@ def test_a_single_image_takes_many_programs(batch, tokens, launches, device, mon
     assert seen == launches
 
 
+@pytest.mark.parametrize("tokens", [20, 290])
+@pytest.mark.parametrize("protected", [0, 1])
+def test_pairs_without_any_attraction_still_have_partners(tokens, protected, device):
+    x = torch.ones(2, tokens, 4, device=device)
+    x[:, 1::2] *= -1  # a cosine of -1, whose square is less than a float32 can hold
+    a = torch.full((2, tokens), 0.05, device=device)
+    taus = criteria.Criteria(tau_sim=2.0)
+    found = kernels.match(x, a, None, taus, r=6, protected=protected, bidirectional=True)
+    scores = criteria.attraction(x, a, None, taus, protected=protected)
+    assert torch.equal(found.slots, matching.match_bidirectional(scores, 6, protected=protected).slots)
+    assert torch.equal(found.start, found.members()[1])
+    assert torch.equal(found.order.sort(dim=1).values, torch.arange(tokens, device=device).expand(2, -1).int())
+
+
+def test_lengths_far_apart(device):
+    x = torch.randn(2, 24, 8, generator=torch.Generator().manual_seed(1)).to(device)
+    x[:, ::2] *= 1e-17
+    a = torch.full((2, 24), 0.04, device=device)
+    sizes = torch.ones(2, 24, device=device)
+    sizes[:, 20:] = 0  # padding, which counts for nothing where sizes are no criterion
+    taus = criteria.Criteria(1.0, 0.05, 0.0)
+    found = kernels.match(x, a, sizes, taus, r=8, protected=0, bidirectional=True)
+    scores = criteria.attraction(x.double(), a.double(), sizes.double(), taus, protected=0)
+    assert torch.equal(found.slots, matching.match_bidirectional(scores, 8, protected=0).slots)
+
+
 @pytest.mark.parametrize("tokens", [60, 290])
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_tokens_that_are_not_numbers_still_get_a_slot_each(tokens, bidirectional, device):

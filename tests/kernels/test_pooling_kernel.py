@@ -64,6 +64,12 @@ def test_a_first_token_that_counts_for_nothing(fusion):
     assert distance(pooled, assignment.pool(x.double(), weights.double())) < 1e-6
 
 
+def test_slots_without_members_are_0(device, few_slots):
+    assignment = Assignment(torch.tensor([[0, 0, 1, 1]], device=device), 3)
+    x, weights = torch.ones(1, 4, 5, device=device), torch.ones(1, 4, device=device)
+    assert torch.equal(kernels.pool(x, weights, assignment), assignment.pool(x, weights))
+
+
 def test_gradients(fusion):
     assignment, x, y, weights, sizes = fusion
     found = [tensor.clone().requires_grad_() for tensor in (x, y)]

@@ -26,7 +26,8 @@ def _weights_and_slopes(a, b, c, d, scale_log2, size, level, delta, PRECISION: t
     Rows against keys with (a, b, c, d) = (queries, keys, G, values); keys against rows with a, b and c, d exchanged.
     Beyond the last key the size is 0, beyond the last row G and delta are: they add nothing to what is summed.
     """
-    weights = tl.exp2(tl.dot(a, tl.trans(b), input_precision=PRECISION) * scale_log2 - level) * size
+    share = tl.dot(a, tl.trans(b), input_precision=PRECISION) * scale_log2 - level
+    weights = tl.exp2(tl.minimum(share, 100.0)) * size  # of a key of size 0 it could be infinite
     slopes = weights * (tl.dot(c, tl.trans(d), input_precision=PRECISION) - delta)
     return weights.to(a.dtype), slopes.to(a.dtype)
 

@@ -44,6 +44,8 @@ def attention(
     Received attention is empty without `look`. The normaliser, log2 of each row's sum of exp(logit) * size, is what
     gradients need besides; `train` announces that they will be asked for.
 
+    scale is positive; a key of size 0 is as if it were not there.
+
     received[b, h, j] = sum over rows i of A[b, h, i, j] * (row_weight / N + first_row_weight * [i == 0]) / H.
     With `slots` (B N), v has one row a slot and each key takes the value of its slot; to train, `order` and `start`
     (`Assignment.members`) name the keys of each slot.
@@ -144,13 +146,13 @@ def _launch_long(work: _Work) -> None:
     q, k, values = work.q, work.k, work.or_query(work.v)
     batch, heads, tokens, _ = q.shape
     rows, keys, stages = _long_tiles(q)
-    launchable(long_attention_kernel)[(-(-tokens // rows), batch * heads)](
+    launchable(long_attention_kernel)[(-(-tokens // rows) * batch * heads,)](
         q, k, values, work.or_query(work.sizes), work.or_query(work.slots), work.out, work.normaliser,
         tokens, heads, work.scale_log2, *q.stride()[:3], *k.stride()[:3], *values.stride()[:3],
         ROWS=rows, KEYS=keys, **work.flags(), **widths(q), num_warps=4, num_stages=stages,
     )  # fmt: skip
     if work.look:
-        launchable(long_received_kernel)[(-(-tokens // 64), batch * heads)](
+        launchable(long_received_kernel)[(-(-tokens // 64) * batch * heads,)](
             q, k, work.or_query(work.sizes), work.normaliser, work.received,
             tokens, heads, work.scale_log2, work.row_weight, work.first_row_weight, *q.stride()[:3], *k.stride()[:3],
             HAS_SIZES=work.sizes is not None, ROWS=64 if q.element_size() == 4 else 128, KEYS=64, **widths(q),

@@ -41,7 +41,8 @@ def attention_kernel(
     To train, also normaliser (B H N), log2 of each row's sum, from which attention can be computed again.
 
     A key of size s counts s times: exp(l + log s) = s exp(l). So sizes multiply the values and the softmax sum, which
-    are few, and not the logits, which are many. Beyond the last key they are 0, and the logits those of the last key.
+    are few, and not the logits, which are many. A key of size 0, or beyond the last, is read as the first one, so that
+    its logits are no larger than others.
     """
     scale_log2 = single(scale_log2)
     row_weight, first_row_weight = single(row_weight), single(first_row_weight) * tokens
@@ -57,16 +58,16 @@ def attention_kernel(
     keys1 = tl.arange(0, T1)
     keys2 = T1 + tl.arange(0, T2 if T2 > 0 else 16)
 
-    k1 = tl.trans(load_near_rows(k, keys1, channels, k_n, tokens, D, DIM))
     size1 = load_sizes(sizes, keys1, tokens, HAS_SIZES)
+    k1 = tl.trans(load_rows(k, tl.where(size1 > 0.0, keys1, 0), channels, k_n, tokens, D, DIM))
     counts1 = tl.trans(_first_lines(size1, dtype))
     received1 = tl.zeros([16, T1], tl.float32)
     if OUTPUT:
         v1 = load_values(v, slots, keys1, channels, v_n, tokens, SPREAD, D, DIM)
         v1 = (v1 * size1[:, None]).to(dtype)
     if T2 > 0:
-        k2 = tl.trans(load_near_rows(k, keys2, channels, k_n, tokens, D, DIM))
         size2 = load_sizes(sizes, keys2, tokens, HAS_SIZES)
+        k2 = tl.trans(load_rows(k, tl.where(size2 > 0.0, keys2, 0), channels, k_n, tokens, D, DIM))
         counts2 = tl.trans(_first_lines(size2, dtype))
         received2 = tl.zeros([16, T2], tl.float32)
         if OUTPUT:
@@ -121,7 +122,8 @@ def long_attention_kernel(
 ):  # fmt: skip
     """Some rows of one head, keys tile by tile: out (B N H*D) and normaliser (B H N), log2 of each row's sum."""
     scale_log2 = single(scale_log2)
-    program = tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(tokens, ROWS)
+    program = (tl.program_id(0) // tiles).to(tl.int64)
     image, head = program // heads, program % heads
     q += image * q_b + head * q_h
     k += image * k_b + head * k_h
@@ -129,7 +131,7 @@ def long_attention_kernel(
     sizes += image * tokens
     slots += image * tokens
     channels = tl.arange(0, D)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
     query = load_rows(q, rows, channels, q_n, tokens, D, DIM)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
@@ -139,6 +141,8 @@ def long_attention_kernel(
         key = tl.trans(load_near_rows(k, keys, channels, k_n, tokens, D, DIM))
         size = load_sizes(sizes, keys, tokens, HAS_SIZES)
         p = tl.dot(query, key, input_precision=PRECISION)
+        if HAS_SIZES:
+            p += tl.where(size > 0.0, 0.0, float("-inf"))[None, :]
         new_top = tl.maximum(top, tl.max(p, 1) * scale_log2)
         shrink = tl.exp2(top - new_top)
         p = tl.exp2(p * scale_log2 - new_top[:, None]) * size[None, :]
@@ -163,13 +167,14 @@ def long_received_kernel(
     """Attention received by some keys of one head, query rows tile by tile: received (B H N)."""
     scale_log2 = single(scale_log2)
     row_weight, first_row_weight = single(row_weight), single(first_row_weight) * tokens
-    program = tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(tokens, KEYS)
+    program = (tl.program_id(0) // tiles).to(tl.int64)
     image, head = program // heads, program % heads
     q += image * q_b + head * q_h
     k += image * k_b + head * k_h
     normaliser += program * tokens
     channels = tl.arange(0, D)
-    keys = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    keys = (tl.program_id(0) % tiles) * KEYS + tl.arange(0, KEYS)
     key = load_rows(k, keys, channels, k_n, tokens, D, DIM)
     total = tl.zeros([KEYS], tl.float32)
     for start in range(0, tokens, ROWS):
@@ -179,5 +184,6 @@ def long_received_kernel(
         p = tl.dot(key, query, input_precision=PRECISION) * scale_log2 - level[None, :]
         weight = tl.where(rows == 0, row_weight + first_row_weight, row_weight)
         total += tl.sum(tl.exp2(p) * tl.where(rows < tokens, weight, 0.0)[None, :], 1)
-    total *= load_sizes(sizes + image * tokens, keys, tokens, HAS_SIZES) / (tokens * heads)
+    size = load_sizes(sizes + image * tokens, keys, tokens, HAS_SIZES)
+    total = tl.where(size > 0.0, total * size / (tokens * heads), 0.0)
     tl.store(received + program * tokens + keys, total, mask=keys < tokens)

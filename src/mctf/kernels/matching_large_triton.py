@@ -2,8 +2,8 @@
 
 One program cannot hold the scores of more than 128 x 128 pairs, and a single image would leave a GPU idle. So
 matching becomes five launches: the scores, with the best partner of each alpha token; who leaves alpha; the best
-partner of each beta token among those that stay; slots; tokens sorted by slot. Everything that would need a sort is
-counted: a token's rank is the number of larger values.
+partner of each beta token among those that stay (not one way); slots; tokens sorted by slot. Everything that would
+need a sort is counted: a token's rank is the number of larger values.
 
 Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, C channels, M slots.
 """

@@ -1,7 +1,7 @@
 """Matching on the GPU: the `mctf::match` operator, whose plain meaning is `core.criteria` and `core.matching`.
 
-Short sequences take one launch, one program an image (`matching_triton`). Long sequences, and single images, take five
-launches of many programs (`matching_large_triton`).
+Short sequences take one launch, one program an image (`matching_triton`). Long sequences, and single images but the
+smallest, take four or five launches of many programs (`matching_large_triton`).
 
 Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, M slots.
 """
@@ -102,13 +102,12 @@ class _Work(NamedTuple):
     def tile(self) -> tuple[int, int, int]:
         """Alpha tokens, beta tokens and channels at a time of a program that makes scores."""
         exact = self.x.element_size() == 4
-        if self.x.shape[0] == 1 and self.side <= _KEEPS_BUSY:  # cut small, and read in large pieces
+        large = not varies(self.side) and self.side > _KEEPS_BUSY
+        if self.x.shape[0] == 1 and not large:  # cut small, and read in large pieces
             return 64, 16, 64 if exact else 128
-        if exact or varies(self.side) or self.side <= _KEEPS_BUSY:
-            return 64, 64, 32 if exact else 64
-        return 128, 128, 64
+        return (128, 128, 64) if large and not exact else (64, 64, 32 if exact else 64)
 
-    def flags(self) -> dict[str, bool | int | str]:
+    def flags(self) -> dict[str, bool | str]:
         """What the kernels are compiled for."""
         exact = self.x.dtype == torch.float32
         return {
@@ -127,7 +126,8 @@ def _launch_one(work: _Work) -> None:
         *work.criteria(), work.slots, work.order, work.start,
         tokens, channels, work.r, work.forth, work.protected, *work.taus(), *work.x.stride()[:2],
         BIDIRECTIONAL=work.bidirectional, SIDE=side, PROTECTED=_MOST_PROTECTED,
-        CHUNK=32 if work.x.element_size() == 4 else 64, **work.flags(), num_warps=8 if side == 64 else 4,
+        CHUNK=32 if work.x.element_size() == 4 else 64, **work.flags(),
+        num_warps=8 if side == 64 else 4,  # of 2 to 16; of 128 tokens, more have more to exchange than to count
     )  # fmt: skip
 
 

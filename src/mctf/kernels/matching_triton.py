@@ -25,24 +25,24 @@ def _rank(values, places):
 
 @triton.jit
 def _isolation(informativeness, sizes, where, keep, tau_info, tau_size, HAS_SIZES: tl.constexpr):
-    """a^-tau_info * s^-tau_size of some tokens; 0 beyond the last."""
+    """a^-tau_info * s^-tau_size of some tokens."""
     exponent = -tau_info * tl.log2(tl.maximum(tl.load(informativeness + where, mask=keep, other=1.0), 1e-30))
     if HAS_SIZES:
-        exponent -= tau_size * tl.log2(tl.load(sizes + where, mask=keep, other=1.0))
-    return tl.where(keep, tl.exp2(exponent), 0.0)
+        exponent -= tau_size * tl.log2(tl.maximum(tl.load(sizes + where, mask=keep, other=1.0), 1e-30))
+    return tl.exp2(exponent)
 
 
 @triton.jit
 def _score(product, alpha_length, beta_length, alpha_isolation, beta_isolation, tau_sim, POWER: tl.constexpr):
-    """Attraction of pairs from their products, their lengths, and how isolated each token is: 0 beyond the last tokens.
+    """Attraction of pairs from their products, their lengths, and how isolated each token is; 0 if that is no number.
 
     A division is ten instructions, so lengths are inverted before they meet; halved, (1 + cosine) / 2 is one step.
     """
-    alpha_inverse, beta_inverse = 0.5 / tl.maximum(alpha_length, 1e-15), 1.0 / tl.maximum(beta_length, 1e-15)
-    score = tl.maximum(product * alpha_inverse[:, None] * beta_inverse[None, :] + 0.5, 1e-30)
+    alpha_inverse, beta_inverse = 0.5 / tl.maximum(alpha_length, 1e-30), 1.0 / tl.maximum(beta_length, 1e-30)
+    score = product * alpha_inverse[:, None] * beta_inverse[None, :] + 0.5
     if POWER:
-        score = tl.exp2(tau_sim * tl.log2(score))
-    return score * (alpha_isolation[:, None] * beta_isolation[None, :])
+        score = tl.exp2(tau_sim * tl.log2(tl.maximum(score, 1e-30)))
+    return tl.maximum(score * (alpha_isolation[:, None] * beta_isolation[None, :]), 0.0)
 
 
 @triton.jit
@@ -52,10 +52,7 @@ def attraction(
     HAS_SIZES: tl.constexpr, POWER: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of some pairs of one image, A B; -inf beyond the last tokens.
-
-    Tokens that are not numbers attract nobody either: everybody still has a rank of its own.
-    """
+    """Scores of some pairs of one image, A B; -inf beyond the last tokens, and for no other pair."""
     # before the long loop: its loads then hide the waiting for these
     alpha_isolation = _isolation(informativeness, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)
     beta_isolation = _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)
@@ -69,7 +66,7 @@ def attraction(
         xb = tl.load(x + beta_tokens[:, None] * x_n + column[None, :], mask=is_beta[:, None] & inside, other=0.0)
         product = tl.dot(xa, tl.trans(xb), product, input_precision=PRECISION)
     score = _score(product, alpha_length, beta_length, alpha_isolation, beta_isolation, tau_sim, POWER)
-    return tl.where(score > 0.0, score, float("-inf"))
+    return tl.where(is_alpha[:, None] & is_beta[None, :], score, float("-inf"))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.assignment import Assignment
 from .launch import channels_last, launchable, varies
 
-_FEW_SLOTS = 2000  # of all images together: eight images of 197 tokens, or three of 577
+_FEW_SLOTS = 2000  # of all images together: ten images of 197 tokens, or three of 577
 
 
 @torch.library.triton_op("mctf::pool", mutates_args=())

@@ -34,7 +34,7 @@ def pooling_kernel(
     mass = 0.0
     size = 0.0
     # weights are taken relative to the first member's: a token alone in its slot then comes out unchanged
-    first = tl.load(weights + tl.load(order + begin))
+    first = tl.load(weights + tl.load(order + begin, mask=begin < end, other=0))
     first = tl.where(first == 0.0, 1.0, first)  # tokens that were dropped count for nothing in their slot
     for member in range(begin, end, MEMBERS):
         place = member + tl.arange(0, MEMBERS)
@@ -52,6 +52,7 @@ def pooling_kernel(
             keep = has[:, None] & (y_column[None, :] < y_channels)
             rows = tl.load(y + token[:, None] * y_n + y_column[None, :], mask=keep, other=0.0)
             y_sum += tl.sum(weight[:, None] * rows.to(tl.float32), 0)
+    mass = tl.where(mass == 0.0, 1.0, mass)  # of slots without members, too
     place = image * count + slot
     x_mean = (x_sum / mass).to(x_out.dtype.element_ty)
     tl.store(x_out + place * x_channels + x_column, x_mean, mask=x_column < x_channels)
