@@ -11,31 +11,21 @@ Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, C
 import triton
 import triton.language as tl
 
-from .matching_triton import attraction, best_beta
+from .matching_triton import attraction, best, side_tokens
 from .numbers_triton import single
 
 
 @triton.jit
-def _side_tokens(places, protected, ODD: tl.constexpr):
-    """The tokens at these places of a side."""
-    if ODD:
-        tokens = protected + 1 - protected % 2 + 2 * places
-    else:
-        tokens = protected + protected % 2 + 2 * places
-    return tokens
-
-
-@triton.jit
 def scores_kernel(
-    x, lengths, informativeness, sizes, scores, best,
+    x, lengths, informativeness, sizes, scores, pairs,
     tokens, channels, alphas, betas, protected, tau_sim, tau_info, tau_size, x_b, x_n,
     HAS_SIZES: tl.constexpr, POWER: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attraction of a tile of pairs: scores (B Na Nb), and the best of each row with its column: best (B Na).
+    """Attraction of a tile of pairs: scores (B Na Nb), and the best of each row with its column: pairs (B Na).
 
-    best holds both in one integer that the tiles of a row can maximise: the bits of the score, which is positive, above
-    the column counted from the last, so that of equal scores the first wins.
+    pairs holds both in one integer that the tiles of a row can maximise: the bits of the score, which is positive,
+    above the column counted from the last, so that of equal scores the first wins.
     """
     tau_sim, tau_info, tau_size = single(tau_sim), single(tau_info), single(tau_size)
     image = tl.program_id(2).to(tl.int64)
@@ -44,15 +34,15 @@ def scores_kernel(
     is_alpha, is_beta = alpha_places < alphas, beta_places < betas
     score = attraction(
         x + image * x_b, lengths + image * tokens, informativeness + image * tokens, sizes + image * tokens,
-        _side_tokens(alpha_places, protected, False), _side_tokens(beta_places, protected, True), is_alpha, is_beta,
+        side_tokens(alpha_places, protected, False), side_tokens(beta_places, protected, True), is_alpha, is_beta,
         channels, tau_sim, tau_info, tau_size, x_n, HAS_SIZES, POWER, A, B, CHUNK, PRECISION,
     )  # fmt: skip
     where = (image * alphas + alpha_places[:, None]) * betas + beta_places[None, :]
     tl.store(scores + where, score, mask=is_alpha[:, None] & is_beta[None, :])
-    top, column = best_beta(score, beta_places)
+    top, column = best(score, beta_places, 1)
     bits = tl.maximum(top, 0.0).to(tl.int32, bitcast=True).to(tl.int64) << 32
     packed = bits + tl.maximum(betas - 1 - column, 0)
-    tl.atomic_max(best + image * alphas + alpha_places, packed, mask=is_alpha)
+    tl.atomic_max(pairs + image * alphas + alpha_places, packed, mask=is_alpha)
 
 
 @triton.jit
@@ -64,16 +54,16 @@ def _values_ahead(values, others, value, places):
 
 
 @triton.jit
-def leaving_kernel(best, gone, partner, alphas, betas, forth, MINE: tl.constexpr, OTHERS: tl.constexpr):
+def leaving_kernel(pairs, gone, partner, alphas, betas, forth, MINE: tl.constexpr, OTHERS: tl.constexpr):
     """Who leaves alpha, and the beta token each alpha token likes best: gone and partner (B Na)."""
     image = tl.program_id(1).to(tl.int64)
-    best += image * alphas
+    pairs += image * alphas
     places = tl.program_id(0) * MINE + tl.arange(0, MINE)
-    mine = tl.load(best + places, mask=places < alphas, other=0)
+    mine = tl.load(pairs + places, mask=places < alphas, other=0)
     rank = tl.zeros([MINE], tl.int32)
     for first in range(0, alphas, OTHERS):
         others = first + tl.arange(0, OTHERS)
-        values = tl.load(best + others, mask=others < alphas, other=0) >> 32
+        values = tl.load(pairs + others, mask=others < alphas, other=0) >> 32
         rank += _values_ahead(tl.where(others < alphas, values, -1), others, mine >> 32, places)
     tl.store(gone + image * alphas + places, (rank < forth).to(tl.int32), mask=places < alphas)
     column = betas - 1 - (mine & 0xFFFFFFFF).to(tl.int32)
@@ -89,17 +79,17 @@ def back_kernel(
     scores += image * alphas * betas
     beta_places = tl.program_id(0) * B + tl.arange(0, B)
     is_beta = beta_places < betas
-    best = tl.full([B], float("-inf"), tl.float32)
+    strongest = tl.full([B], float("-inf"), tl.float32)
     chosen = tl.zeros([B], tl.int32)
     for first in range(0, alphas, A):
         places = first + tl.arange(0, A)
         stays = tl.load(alpha_gone + image * alphas + places, mask=places < alphas, other=1) == 0
         where = places[:, None] * betas + beta_places[None, :]
         score = tl.load(scores + where, mask=stays[:, None] & is_beta[None, :], other=float("-inf"))
-        top, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
-        chosen = tl.where(top > best, first + index, chosen)
-        best = tl.maximum(top, best)
-    tl.store(strength + image * betas + beta_places, best, mask=is_beta)
+        top, place = best(score, places, 0)
+        chosen = tl.where(top > strongest, place, chosen)
+        strongest = tl.maximum(top, strongest)
+    tl.store(strength + image * betas + beta_places, strongest, mask=is_beta)
     tl.store(partner + image * betas + beta_places, chosen, mask=is_beta)
 
 

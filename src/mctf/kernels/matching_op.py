@@ -124,7 +124,7 @@ def _launch_one(work: _Work) -> None:
     side = ONE_PROGRAM if varies(work.side) else max(16, 1 << (work.side - 1).bit_length())
     launchable(matching_kernel)[(batch,)](
         *work.criteria(), work.slots, work.order, work.start,
-        tokens, channels, work.r, work.forth, work.protected, *work.taus(), *work.x.stride()[:2],
+        tokens, channels, work.sides()[0], work.r, work.forth, work.protected, *work.taus(), *work.x.stride()[:2],
         BIDIRECTIONAL=work.bidirectional, SIDE=side, PROTECTED=_MOST_PROTECTED,
         CHUNK=32 if work.x.element_size() == 4 else 64, **work.flags(),
         num_warps=8 if side == 64 else 4,  # of 2 to 16; of 128 tokens, more have more to exchange than to count
@@ -138,14 +138,14 @@ def _launch_scores(work: _Work) -> tuple[Tensor, Tensor]:
     x, batch, (tokens, channels) = work.x, work.x.shape[0], work.x.shape[1:]
     alphas, betas = work.sides()
     scores = x.new_empty((batch, alphas, betas), dtype=torch.float32)
-    best = x.new_zeros((batch, alphas), dtype=torch.int64)
+    pairs = x.new_zeros((batch, alphas), dtype=torch.int64)
     rows, columns, chunk = work.tile()
     launchable(scores_kernel)[(-(-alphas // rows), -(-betas // columns), batch)](
-        *work.criteria(), scores, best,
+        *work.criteria(), scores, pairs,
         tokens, channels, alphas, betas, work.protected, *work.taus(), *x.stride()[:2],
         A=rows, B=columns, CHUNK=chunk, **work.flags(), num_warps=4, num_stages=3,
     )  # fmt: skip
-    return scores, best
+    return scores, pairs
 
 
 def _launch_many(work: _Work) -> None:
@@ -154,11 +154,11 @@ def _launch_many(work: _Work) -> None:
     x, batch, tokens = work.x, *work.x.shape[:2]
     protected, forth = work.protected, work.forth
     alphas, betas = work.sides()
-    scores, best = _launch_scores(work)
+    scores, pairs = _launch_scores(work)
     count = {"MINE": _COUNTED, "OTHERS": _COUNTED_AGAINST}
     gone, alpha_partner = (x.new_empty((batch, alphas), dtype=torch.int32) for _ in range(2))
     launchable(leaving_kernel)[(-(-alphas // _COUNTED), batch)](
-        best, gone, alpha_partner, alphas, betas, forth, **count
+        pairs, gone, alpha_partner, alphas, betas, forth, **count
     )
     strength = x.new_empty((batch, betas), dtype=torch.float32)
     beta_partner = x.new_empty((batch, betas), dtype=torch.int32)

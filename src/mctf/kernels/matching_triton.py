@@ -24,6 +24,16 @@ def _rank(values, places):
 
 
 @triton.jit
+def side_tokens(places, protected, ODD: tl.constexpr):
+    """The tokens at these places of a side."""
+    if ODD:
+        tokens = protected + 1 - protected % 2 + 2 * places
+    else:
+        tokens = protected + protected % 2 + 2 * places
+    return tokens
+
+
+@triton.jit
 def _isolation(informativeness, sizes, where, keep, tau_info, tau_size, HAS_SIZES: tl.constexpr):
     """a^-tau_info * s^-tau_size of some tokens."""
     exponent = -tau_info * tl.log2(tl.maximum(tl.load(informativeness + where, mask=keep, other=1.0), 1e-30))
@@ -70,20 +80,14 @@ def attraction(
 
 
 @triton.jit
-def best_beta(scores, places):
-    """The largest score of each row, and the first column that has it.
+def best(scores, places, AXIS: tl.constexpr):
+    """The largest score along an axis, and the first of the places there that has it.
 
     Two plain extremes are less work than one of pairs.
     """
-    top = tl.max(scores, 1)
-    return top, tl.min(tl.where(scores == top[:, None], places[None, :], 1 << 20), 1)
-
-
-@triton.jit
-def _best_alpha(scores, places):
-    """The largest score of each column and the first row that has it."""
-    top = tl.max(scores, 0)
-    return top, tl.min(tl.where(scores == top[None, :], places[:, None], 1 << 20), 0)
+    top = tl.max(scores, AXIS)
+    has_it = scores == tl.expand_dims(top, AXIS)
+    return top, tl.min(tl.where(has_it, tl.expand_dims(places, 1 - AXIS), 1 << 20), AXIS)
 
 
 @triton.jit
@@ -113,7 +117,7 @@ def _write(
 @triton.jit
 def matching_kernel(
     x, lengths, informativeness, sizes, slots, order, start,
-    tokens, channels, r, forth, protected, tau_sim, tau_info, tau_size, x_b, x_n,
+    tokens, channels, alphas, r, forth, protected, tau_sim, tau_info, tau_size, x_b, x_n,
     HAS_SIZES: tl.constexpr, POWER: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
     SIDE: tl.constexpr, CHUNK: tl.constexpr, PROTECTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -124,10 +128,8 @@ def matching_kernel(
     tau_sim, tau_info, tau_size = single(tau_sim), single(tau_info), single(tau_size)
     image = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, SIDE)
-    alpha_tokens = protected + protected % 2 + 2 * places
-    beta_tokens = protected + 1 - protected % 2 + 2 * places
+    alpha_tokens, beta_tokens = side_tokens(places, protected, False), side_tokens(places, protected, True)
     is_alpha, is_beta = alpha_tokens < tokens, beta_tokens < tokens
-    alphas = (tokens - protected + (protected + 1) % 2) // 2
 
     # 1. attraction of every pair
     scores = attraction(
@@ -137,7 +139,7 @@ def matching_kernel(
     )  # fmt: skip
 
     # 2. alpha to beta
-    strength, target = best_beta(scores, places)
+    strength, target = best(scores, places, 1)
     alpha_leaves = is_alpha & (_rank(strength, places) < forth)
     kept = protected + tl.cumsum((is_alpha & (alpha_leaves == 0)).to(tl.int32), 0) - 1
 
@@ -145,7 +147,7 @@ def matching_kernel(
     beta_leaves = places < 0
     beta_slots = protected + alphas - forth + places
     if BIDIRECTIONAL:
-        strength, host = _best_alpha(tl.where(alpha_leaves[:, None], float("-inf"), scores), places)
+        strength, host = best(tl.where(alpha_leaves[:, None], float("-inf"), scores), places, 0)
         rank = _rank(strength, places)
         beta_leaves = rank < r - forth
         beta_slots = tl.where(beta_leaves, tl.gather(kept, host, 0), rank + protected + alphas - r)
@@ -155,14 +157,10 @@ def matching_kernel(
     slots += image * tokens
     order += image * tokens
     start += image * (tokens - r + 1)
-    alpha_items, beta_items = (
-        _item(alpha_slots, alpha_leaves, alpha_tokens),
-        _item(beta_slots, beta_leaves, beta_tokens),
-    )
-    alpha_leavers, beta_leavers = (
-        tl.where(alpha_leaves, alpha_items, _LAST),
-        tl.where(beta_leaves & is_beta, beta_items, _LAST),
-    )
+    alpha_items = _item(alpha_slots, alpha_leaves, alpha_tokens)
+    beta_items = _item(beta_slots, beta_leaves, beta_tokens)
+    alpha_leavers = tl.where(alpha_leaves, alpha_items, _LAST)
+    beta_leavers = tl.where(beta_leaves, beta_items, _LAST)
     _write(slots, order, start, alpha_tokens, is_alpha, alpha_items, alpha_leavers, beta_leavers, BIDIRECTIONAL)
     _write(slots, order, start, beta_tokens, is_beta, beta_items, alpha_leavers, beta_leavers, BIDIRECTIONAL)
     lead = tl.arange(0, PROTECTED)
