@@ -12,7 +12,7 @@ from PIL import Image
 from data.feeds import collect, number_of, options, write_plain_images
 from images import make_picture, write_folder, zip_folder
 from mctf import MctfError
-from mctf.data import make_feed
+from mctf.data import find_images, make_feed, trained_labels
 from mctf.data.hub import hub_examples, load_hub
 from mctf.data.training import Data, open_examples
 from shared_data import SHARED, needs_shared
@@ -33,6 +33,14 @@ class TestFiles:
         folder = write_folder(tmp_path, "dog/1.png", "ant/2.png", "dog/3.png", "cow/4.png")
         assert labels_of(folder) == [0, 1, 2, 2]
         assert open_examples(folder).classes == 3
+
+    def test_to_validate_on_are_numbered_like_those_trained_on(self, tmp_path: Path) -> None:
+        known = open_examples(write_folder(tmp_path / "x", "dog/1.png", "ant/2.png", "cow/4.png")).known
+        fewer = find_images(write_folder(tmp_path / "y", "dog/1.png", "ant/2.png", "dog/3.png"))
+        assert trained_labels(fewer, known).indices == (0, 2, 2)
+        other = find_images(write_folder(tmp_path / "z", "ant/1.png", "bee/2.png"))
+        with pytest.raises(MctfError, match=r"class folder 'bee' of .* is none of the classes trained on"):
+            trained_labels(other, known)
 
     def test_follow_a_table(self, tmp_path: Path) -> None:
         folder = write_folder(tmp_path / "x", "dog/1.png", "ant/2.png", "dog/3.png", "cow/4.png")

@@ -24,6 +24,7 @@ class Stripes:
     """Stripes in four directions under noise, made anew from seed, epoch, step and rank: a feed as training asks."""
 
     classes = CLASSES
+    known = {f"direction {index}": index for index in range(CLASSES)}  # noqa: RUF012
     note = "stripes"
     skipped = 0
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -210,4 +211,12 @@ class TestRefuses:
         save_file(timm.create_model("test_vit2", num_classes=4).state_dict(), other)
         line = run.refusal(*arguments(place, tmp_path / "run", "--no-random-weights", "--weights", other))
         assert "other.safetensors holds weights of another model" in line
+        assert not (tmp_path / "run").exists()
+
+    def test_validation_images_of_other_classes(self, place: Path, tmp_path: Path, run: Command) -> None:
+        other = shutil.copytree(place / "val", tmp_path / "other")
+        first = sorted(other.iterdir())[0]
+        first.rename(other / "walrus")  # as many classes, and not the same
+        line = run.refusal(*arguments(place, tmp_path / "run", "--validation", other))
+        assert f"class folder 'walrus' of {other} is none of the classes trained on: remove it there" in line
         assert not (tmp_path / "run").exists()

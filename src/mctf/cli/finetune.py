@@ -149,7 +149,7 @@ def _finish(trainer: "Trainer", wanted: bool | None, say: Callable[[str], None])
         with progress("evaluating", total, wanted=wanted) as tick:
             yield from ticking(batches, tick)
 
-    return evaluate_finished(finished_model(trainer), trainer.recipe, trainer.processes, watched)
+    return evaluate_finished(finished_model(trainer), trainer, watched)
 
 
 def _summary(trainer: "Trainer") -> str:

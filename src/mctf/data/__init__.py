@@ -1,7 +1,7 @@
 """Images from folders, zip files and hubs, their labels, the preprocessing a model asks for, and training batches."""
 
 from .batches import Batch, Batches
-from .classes import Labels, find_labels
+from .classes import Labels, find_labels, trained_labels
 from .files import ImageFiles, find_images
 from .preprocessing import Preprocessing
 from .training import Feed, FeedOptions, make_feed
@@ -17,4 +17,5 @@ __all__ = [
     "find_images",
     "find_labels",
     "make_feed",
+    "trained_labels",
 ]

@@ -1,6 +1,6 @@
 """The class index of every image, from the name of the folder it lies in."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,9 @@ class Labels:
     notes: tuple[str, ...] = ()
 
 
+_NO_FOLDERS = Labels(None, ("the images lie in no class folders, so accuracy is unknown",))
+
+
 def find_labels(images: ImageFiles, *, num_classes: int, table: Path | None = None) -> Labels:
     """Labels for a model of `num_classes` classes.
 
@@ -36,9 +39,10 @@ def find_labels(images: ImageFiles, *, num_classes: int, table: Path | None = No
     if num_classes == 0:
         return Labels(None)
     if images.folders is None:
-        return Labels(None, ("the images lie in no class folders, so accuracy is unknown",))
+        return _NO_FOLDERS
     if known is not None:
-        return Labels(_look_up(images.folders, known, images.path, table), _coverage(known, num_classes, table))
+        indices = _look_up(images.folders, known, images.path, _not_in(table))
+        return Labels(indices, _coverage(known, num_classes, table))
     folders = sorted(set(images.folders))
     order = _dataset_order(num_classes)
     if order.keys() >= set(folders):
@@ -53,10 +57,17 @@ def find_labels(images: ImageFiles, *, num_classes: int, table: Path | None = No
     return Labels(None, (note,))
 
 
+def trained_labels(images: ImageFiles, known: Mapping[str, int]) -> Labels:
+    """Labels for a model that was trained on the classes `known`, an index by name. There may be fewer here."""
+    if images.folders is None:
+        return _NO_FOLDERS
+    return Labels(_look_up(images.folders, known, images.path, "is none of the classes trained on: remove it there"))
+
+
 def number_classes(
     names: Sequence[str], *, place: str, table: Path | None = None, order: Sequence[str] | None = None
-) -> tuple[Tensor, int]:
-    """Labels to train on (int64, one a name) and the number of classes, each of which has images.
+) -> tuple[Tensor, dict[str, int]]:
+    """Labels to train on (int64, one a name) and the index of each class by name; every class has images.
 
     names: the class of every image. table: as for `find_labels`. order: all classes by index; without it and
     without a table, they are numbered by name. Raises MctfError where a class has no images or no index.
@@ -68,12 +79,11 @@ def number_classes(
             f"{place} holds no images of class {absent[0]!r} ({len(absent)} of {len(known)} classes have none): "
             f"add them, or remove the class from {table or 'the dataset'}"
         )
-    indices = _look_up(names, known, place, table)
-    classes = max(known.values()) + 1
-    unnamed = sorted(set(range(classes)) - set(known.values()))
+    indices = _look_up(names, known, place, _not_in(table))
+    unnamed = sorted(set(range(max(known.values()) + 1)) - set(known.values()))
     if unnamed:
         raise MctfError(f"{table} gives no folder for class {unnamed[0]}: number the classes from 0 without gaps")
-    return torch.tensor(indices), classes
+    return torch.tensor(indices), known
 
 
 def read_classes(path: Path, *, num_classes: int | None = None) -> dict[str, int]:
@@ -106,11 +116,15 @@ def _read_line(line: str, place: str) -> tuple[int, str]:
     return int(fields[0]), fields[1]
 
 
-def _look_up(folders: Iterable[str], known: dict[str, int], place: object, table: Path | None) -> tuple[int, ...]:
+def _not_in(table: Path | None) -> str:
+    return f"is not in {table}: add a line for it there"
+
+
+def _look_up(folders: Iterable[str], known: Mapping[str, int], place: object, trouble: str) -> tuple[int, ...]:
     indices = []
     for folder in folders:
         if folder not in known:
-            raise MctfError(f"class folder {folder!r} of {place} is not in {table}: add a line for it there")
+            raise MctfError(f"class folder {folder!r} of {place} {trouble}")
         indices.append(known[folder])
     return tuple(indices)
 

@@ -37,11 +37,18 @@ class Failure:
 
 @dataclass(frozen=True)
 class Examples:
-    """Images and their classes. labels: one an image, int64, from 0 to classes - 1; every class has images."""
+    """Images and their classes.
+
+    labels: one an image, int64, from 0 to classes - 1; every class has images. known: index of each class by name.
+    """
 
     source: Source
     labels: Tensor
-    classes: int
+    known: dict[str, int]
+
+    @property
+    def classes(self) -> int:
+        return max(self.known.values()) + 1
 
     def __len__(self) -> int:
         return len(self.source)
@@ -112,8 +119,7 @@ def find_examples(paths: Sequence[Path], *, table: Path | None = None) -> Exampl
     folders = [folder for part in parts for folder in _class_folders(part)]
     _check_folders(parts, set(folders))
     place = ", ".join(str(path) for path in paths)
-    labels, classes = number_classes(folders, place=place, table=table)
-    return Examples(JoinedFiles(parts), labels, classes)
+    return Examples(JoinedFiles(parts), *number_classes(folders, place=place, table=table))
 
 
 def _class_folders(images: ImageFiles) -> tuple[str, ...]:

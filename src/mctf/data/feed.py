@@ -26,11 +26,12 @@ _WORDS = {
 class Feed(Protocol):
     """Training images for one process.
 
-    classes: how many there are. images: in all processes together. note: how they are fed, in words for people.
-    skipped: unreadable images met so far, each counted once; a neighbour stands in for each.
+    classes: how many there are. known: index of each by name. images: in all processes together. note: how they are
+    fed, in words for people. skipped: unreadable images met so far, each counted once; a neighbour stands in for each.
     """
 
     classes: int
+    known: dict[str, int]
     images: int
     note: str
 

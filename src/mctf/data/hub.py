@@ -77,8 +77,8 @@ def hub_examples(dataset: HubDataset, *, name: str, table: Path | None = None) -
         values = [order[value] for value in values]
     elif all(isinstance(value, int) for value in values):
         order = [str(value) for value in sorted(set(values))]
-    labels, classes = number_classes([str(value) for value in values], place=name, table=table, order=order)
-    return Examples(HubImages(name, dataset, images), labels, classes)
+    labels, known = number_classes([str(value) for value in values], place=name, table=table, order=order)
+    return Examples(HubImages(name, dataset, images), labels, known)
 
 
 def _find_column(dataset: HubDataset, name: str, *, kind: str, names: tuple[str, ...]) -> str:

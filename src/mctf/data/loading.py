@@ -26,7 +26,7 @@ class LoaderFeed:
     def __init__(
         self, examples: Examples, *, order: Order, options: FeedOptions, device: torch.device, note: str = ""
     ) -> None:
-        self.classes = examples.classes
+        self.classes, self.known = examples.classes, examples.known
         self.images = len(examples)
         self.note = note
         self._examples = examples

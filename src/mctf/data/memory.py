@@ -22,7 +22,7 @@ class MemoryFeed:
     def __init__(
         self, examples: Examples, decoded: Decoded, *, order: Order, options: FeedOptions, note: str = ""
     ) -> None:
-        self.classes = examples.classes
+        self.classes, self.known = examples.classes, examples.known
         self.images = len(examples)
         self.note = note
         self._device = decoded.pixels.device

@@ -123,9 +123,9 @@ def _load_state(model: nn.Module, state: dict[str, Tensor], path: Path) -> None:
     unexpected = sorted(state.keys() - own.keys())
     wrong = sorted(key for key in own.keys() & state.keys() if own[key].shape != state[key].shape)
     if missing or unexpected or wrong:
-        examples = [f"lacks {key}" for key in missing[:1]] + [f"has {key} too many" for key in unexpected[:1]]
+        examples = [f"it lacks {key}" for key in missing[:1]] + [f"it has {key} too many" for key in unexpected[:1]]
         examples += [f"{key} is {tuple(state[key].shape)}, not {tuple(own[key].shape)}" for key in wrong[:1]]
-        raise MctfError(f"{path.name} holds weights of another model: it {'; it '.join(examples)}")
+        raise MctfError(f"{path.name} holds weights of another model: {'; '.join(examples)}")
     model.load_state_dict(state)
     if layers:
         keep_aside(model, layers)

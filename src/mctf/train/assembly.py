@@ -10,7 +10,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from ..api import fuse, fused_stack
-from ..data import Feed, FeedOptions, Preprocessing, make_feed
+from ..data import Feed, FeedOptions, Preprocessing, find_images, make_feed, trained_labels
 from ..errors import MctfError
 from ..learned import UntrainedWarning
 from ..models.loading import create, load_model
@@ -36,6 +36,8 @@ def assemble(recipe: Recipe, processes: Processes, *, on_decoding: OnDecoding | 
     model: Any = load_student(recipe)
     preprocessing = Preprocessing.of(model)
     feed = _feed(recipe, preprocessing, processes, on_decoding)
+    if recipe.validation is not None:
+        trained_labels(find_images(recipe.validation), feed.known)  # other classes are better known now than at the end
     knows_classes = model.num_classes == feed.classes
     if not knows_classes:
         model.reset_classifier(feed.classes)

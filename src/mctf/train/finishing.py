@@ -2,21 +2,19 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save
 from torch import nn
 
 from ..analysis.evaluate import Evaluation, Setting, evaluate
 from ..api import find_stack, unfuse
-from ..data import Batch, Batches, Preprocessing, find_images, find_labels
+from ..data import Batch, Batches, Preprocessing, find_images, trained_labels
 from ..data.shares import share
 from ..learned import keep_aside, split_state, whole_state
-from ..processes import Processes
 from .assembly import workers_of
 from .checkpoints import write_whole
 from .engine import Trainer
-from .recipe import PLAIN, Recipe
+from .recipe import PLAIN
 
 WEIGHTS = "model.safetensors"
 RAW_WEIGHTS = "model-raw.safetensors"  # those of the last step, where averaged ones are the result
@@ -55,17 +53,17 @@ def _packed(model: nn.Module, facts: dict[str, str]) -> bytes:
 
 
 def evaluate_finished(
-    model: nn.Module, recipe: Recipe, processes: Processes, watching: Watching = lambda batches, total: batches
+    model: nn.Module, trainer: Trainer, watching: Watching = lambda batches, total: batches
 ) -> Evaluation | None:
-    """Accuracy, fidelity and speed on the validation images at the recipe's r; None without such images.
+    """Accuracy, fidelity and speed of what a run left, on its validation images at its r; None without such images.
 
     Every process evaluates its share. watching: goes through the batches, of which there are so many, for a bar.
     """
+    recipe, processes = trainer.recipe, trainer.processes
     if recipe.validation is None:
         return None
-    made: Any = model
     images = find_images(recipe.validation)
-    labels = find_labels(images, num_classes=made.num_classes, table=recipe.classes)
+    labels = trained_labels(images, trainer.feed.known)
     own_images, own_labels = share(images, labels, processes)
     transform = Preprocessing.of(model).transform()
     batches = Batches(own_images, own_labels, transform, batch_size=recipe.batch, workers=workers_of(recipe, processes))
