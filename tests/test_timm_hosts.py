@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import mctf
 from families.timm_eva import rope_of_runs
+from mctf.core.criteria import TINY
 from models import CHOSEN, METHODS, equal_tokens, family_of, make, make_images, names_of
 from refusals import assert_refused
 
@@ -127,7 +128,7 @@ def test_tokens_that_heads_weigh_below_zero_are_fused_first() -> None:
     with mctf.trace(model) as trace:
         logits = model(make_images(model, 2))
     informative = trace.blocks[1].informativeness
-    assert informative.min() == 0
+    assert informative.min() == TINY  # as good as nothing
     assert logits.isfinite().all()
 
 

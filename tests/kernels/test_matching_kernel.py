@@ -46,12 +46,14 @@ def check_slots_and_members(case, sized, bidirectional, taus, device):
     batch, tokens, channels, protected, r = case
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(batch, tokens, channels, generator=generator).to(device)
-    a = torch.rand(batch, tokens, generator=generator).to(device)
+    received = torch.rand(batch, 3, tokens, generator=generator).to(device)
     sizes = torch.randint(1, 5, (batch, tokens), generator=generator).float().to(device) if sized else None
-    found = kernels.match(x, a, sizes, taus, r=r, protected=protected, bidirectional=bidirectional)
+    found, a = kernels.match(x, received, sizes, taus, r=r, protected=protected, bidirectional=bidirectional)
 
+    expected_a = received.double().sum(dim=1)
+    torch.testing.assert_close(a.double(), expected_a, rtol=1e-6, atol=0)
     wide = None if sizes is None else sizes.double()
-    scores = criteria.attraction(x.double(), a.double(), wide, taus, protected=protected)
+    scores = criteria.attraction(x.double(), expected_a, wide, taus, protected=protected)
     by = matching.match_bidirectional if bidirectional else matching.match_one_way
     expected = by(scores, r, protected=protected)
     assert torch.equal(found.slots, expected.slots)
@@ -66,7 +68,7 @@ def check_slots_and_members(case, sized, bidirectional, taus, device):
 def test_equal_scores_fall_by_index(tokens, device):
     x = torch.ones(1, tokens, 8, device=device)
     a = torch.full((1, tokens), 0.05, device=device)
-    found = kernels.match(x, a, None, criteria.Criteria(), r=6, protected=1, bidirectional=True)
+    found, _ = kernels.match(x, a[:, None], None, criteria.Criteria(), r=6, protected=1, bidirectional=True)
     scores = criteria.attraction(x, a, None, criteria.Criteria(), protected=1)
     assert torch.equal(found.slots, matching.match_bidirectional(scores, 6, protected=1).slots)
 
@@ -76,15 +78,17 @@ def test_equal_scores_fall_by_index(tokens, device):
 def test_one_program_and_many_match_alike(batch, tokens, channels, protected, r, bidirectional, device, monkeypatch):
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(batch, tokens, channels, generator=generator).to(device)
-    a = torch.rand(batch, tokens, generator=generator).to(device)
+    received = torch.rand(batch, 2, tokens, generator=generator).to(device)
     found = []
     for side in (matching_op.ONE_PROGRAM, 0):
         monkeypatch.setattr(matching_op, "_ALONE", side)
         monkeypatch.setattr(matching_op, "ONE_PROGRAM", side)
         arguments = {"r": r, "protected": protected, "bidirectional": bidirectional}
-        found.append(kernels.match(x, a, None, criteria.Criteria(), **arguments))
-    assert torch.equal(found[0].slots, found[1].slots)
-    assert torch.equal(found[0].start, found[1].start)
+        found.append(kernels.match(x, received, None, criteria.Criteria(), **arguments))
+    (one, one_a), (many, many_a) = found
+    assert torch.equal(one.slots, many.slots)
+    assert torch.equal(one.start, many.start)
+    assert torch.equal(one_a, many_a)
 
 
 MANY = ["scores_kernel", "leaving_kernel", "back_kernel", "slots_kernel", "members_kernel"]
@@ -97,8 +101,8 @@ def test_a_single_image_takes_many_programs(batch, tokens, launches, device, mon
     seen = []
     plain = matching_op.launchable
     monkeypatch.setattr(matching_op, "launchable", lambda kernel: seen.append(kernel.__name__) or plain(kernel))
-    x, a = torch.randn(batch, tokens, 16, device=device), torch.rand(batch, tokens, device=device)
-    kernels.match(x, a, None, criteria.Criteria(), r=16, protected=1, bidirectional=True)
+    x, received = torch.randn(batch, tokens, 16, device=device), torch.rand(batch, 1, tokens, device=device)
+    kernels.match(x, received, None, criteria.Criteria(), r=16, protected=1, bidirectional=True)
     assert seen == launches
 
 
@@ -109,7 +113,7 @@ def test_pairs_without_any_attraction_still_have_partners(tokens, protected, dev
     x[:, 1::2] *= -1  # a cosine of -1, whose square is less than a float32 can hold
     a = torch.full((2, tokens), 0.05, device=device)
     taus = criteria.Criteria(tau_sim=2.0)
-    found = kernels.match(x, a, None, taus, r=6, protected=protected, bidirectional=True)
+    found, _ = kernels.match(x, a[:, None], None, taus, r=6, protected=protected, bidirectional=True)
     scores = criteria.attraction(x, a, None, taus, protected=protected)
     assert torch.equal(found.slots, matching.match_bidirectional(scores, 6, protected=protected).slots)
     assert torch.equal(found.start, found.members()[1])
@@ -123,7 +127,7 @@ def test_lengths_far_apart(device):
     sizes = torch.ones(2, 24, device=device)
     sizes[:, 20:] = 0  # padding, which counts for nothing where sizes are no criterion
     taus = criteria.Criteria(1.0, 0.05, 0.0)
-    found = kernels.match(x, a, sizes, taus, r=8, protected=0, bidirectional=True)
+    found, _ = kernels.match(x, a[:, None], sizes, taus, r=8, protected=0, bidirectional=True)
     scores = criteria.attraction(x.double(), a.double(), sizes.double(), taus, protected=0)
     assert torch.equal(found.slots, matching.match_bidirectional(scores, 8, protected=0).slots)
 
@@ -134,10 +138,19 @@ def test_tokens_that_are_not_numbers_still_get_a_slot_each(tokens, bidirectional
     x = torch.randn(2, tokens, 16, device=device)
     x[0, 5:11] = float("nan")
     x[1] = float("nan")
-    a = torch.rand(2, tokens, device=device)
-    found = kernels.match(x, a, None, criteria.Criteria(), r=9, protected=1, bidirectional=bidirectional)
+    received = torch.rand(2, 4, tokens, device=device)
+    found, _ = kernels.match(x, received, None, criteria.Criteria(), r=9, protected=1, bidirectional=bidirectional)
     assert torch.equal(found.order.sort(dim=1).values, torch.arange(tokens, device=device).expand(2, -1).int())
     assert ((found.slots >= 0) & (found.slots < tokens - 9)).all()
+
+
+@pytest.mark.parametrize("tokens", [20, 290])
+def test_a_token_nobody_attends_to_still_counts_for_something(tokens, device):
+    x, received = torch.randn(2, tokens, 8, device=device), torch.rand(2, 2, tokens, device=device)
+    received[:, :, [0, 4]] = 0
+    _, a = kernels.match(x, received, None, criteria.Criteria(), r=4, protected=1, bidirectional=True)
+    assert torch.equal(a, criteria.total_received(received))
+    assert (a[:, [0, 4]] > 0).all()
 
 
 @pytest.mark.parametrize(

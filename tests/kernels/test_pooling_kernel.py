@@ -33,10 +33,24 @@ def test_both_tensors_and_sizes(fusion, dtype, near, monkeypatch):
     monkeypatch.setattr(pooling_op, "_outputs", poisoned(pooling_op._outputs))
     assignment, x, y, weights, sizes = fusion
     x, y = x.to(dtype), y.to(dtype)
-    x_mean, y_mean, totals = kernels.pool_both(x, y, weights, sizes, assignment)
-    assert distance(x_mean, assignment.pool(x.double(), weights.double())) < near
-    assert distance(y_mean, assignment.pool(y.double(), weights.double())) < near
+    x_mean, y_mean, totals = kernels.fuse_both(x, y, weights, sizes, assignment, by_size=True)
+    joint = (weights * sizes).double()
+    assert distance(x_mean, assignment.pool(x.double(), joint)) < near
+    assert distance(y_mean, assignment.pool(y.double(), joint)) < near
     assert torch.equal(totals, assignment.total(sizes))
+
+
+@pytest.mark.parametrize("by_size", [True, False])
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_weights_and_sizes_as_the_plain_version_takes_them(fusion, weighted, sized, by_size):
+    assignment, x, _, weights, sizes = fusion
+    given = (weights if weighted else None, sizes if sized else None, assignment)
+    x_mean, totals = kernels.fuse_tokens(x, *given, by_size=by_size)
+    with kernels.plain_operations():
+        expected, expected_totals = kernels.fuse_tokens(x, *given, by_size=by_size)
+    assert distance(x_mean, expected) < 1e-6
+    assert torch.equal(totals, expected_totals)
 
 
 @pytest.mark.parametrize("channels", [300, 1024])
@@ -70,12 +84,14 @@ def test_slots_without_members_are_0(device, few_slots):
     assert torch.equal(kernels.pool(x, weights, assignment), assignment.pool(x, weights))
 
 
-def test_gradients(fusion):
+@pytest.mark.parametrize("by_size", [True, False])
+def test_gradients(fusion, by_size):
     assignment, x, y, weights, sizes = fusion
     found = [tensor.clone().requires_grad_() for tensor in (x, y)]
     expected = [tensor.clone().requires_grad_() for tensor in (x, y)]
-    x_mean, y_mean, _ = kernels.pool_both(*found, weights, sizes, assignment)
+    x_mean, y_mean, _ = kernels.fuse_both(*found, weights, sizes, assignment, by_size=by_size)
+    joint = weights * sizes if by_size else weights
     (x_mean.sin().sum() + y_mean.cos().sum()).backward()
-    (assignment.pool(expected[0], weights).sin().sum() + assignment.pool(expected[1], weights).cos().sum()).backward()
+    (assignment.pool(expected[0], joint).sin().sum() + assignment.pool(expected[1], joint).cos().sum()).backward()
     for ours, theirs in zip(found, expected, strict=True):
         assert distance(ours.grad, theirs.grad) < 1e-5

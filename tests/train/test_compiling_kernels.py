@@ -70,7 +70,7 @@ def test_a_handful_of_graphs_serves_all_r(method: str) -> None:
 
 
 def match(x: Tensor) -> Tensor:
-    return kernels.match(x, x[..., 0], None, Criteria(), r=4, protected=1, bidirectional=True).slots
+    return kernels.match(x, x[:, None, :, 0], None, Criteria(), r=4, protected=1, bidirectional=True)[0].slots
 
 
 def attend(x: Tensor) -> Tensor:

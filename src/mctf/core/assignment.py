@@ -107,6 +107,13 @@ class Assignment:
         return (self.slots + offsets[:, None]).flatten()
 
 
+def joint_weights(weights: Tensor | None, sizes: Tensor, by_size: bool) -> Tensor:
+    """How much each token counts in its slot: by its weight, and `by_size` as often as it stands for others; B N."""
+    if weights is None:
+        return sizes if by_size else torch.ones_like(sizes)
+    return weights * sizes if by_size else weights
+
+
 def _bags_pay(x: Tensor, share: Tensor) -> bool:
     """Whether to pool by bags: as fast as scattering on a CPU, and up to 30 times as fast where rows are many or wide.
 

@@ -32,6 +32,11 @@ class Criteria:
     tau_size: float = 1 / 40
 
 
+def total_received(received: Tensor) -> Tensor:
+    """Informativeness from its parts, B G N -> B N; a token nobody attends to still counts for something."""
+    return received.sum(dim=1).clamp_min(TINY)
+
+
 def attraction(
     x: Tensor, informativeness: Tensor, sizes: Tensor | None, criteria: Criteria, *, protected: int
 ) -> Tensor:

@@ -45,7 +45,7 @@ class SoftmaxAttention:
     def informativeness(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Tensor:
         if self.bias is None:
             return kernels.informativeness(q, k, sizes=sizes, scale=self.scale, rows=rows)
-        return attention.informativeness(q, k, sizes=sizes, scale=self.scale, rows=rows, bias=self.bias)
+        return attention.informativeness(q, k, sizes=sizes, scale=self.scale, rows=rows, bias=self.bias)[:, None]
 
     def attend_and_look(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str
@@ -53,7 +53,8 @@ class SoftmaxAttention:
         known: dict[str, Any] = {"sizes": sizes, "scale": self.scale, "rows": rows, "dropout": self.attention_dropout}
         if self.bias is None:
             return kernels.attend_and_look(q, k, v, **known)
-        return attention.attend_and_look(q, k, v, **known, bias=self.bias)
+        context, received = attention.attend_and_look(q, k, v, **known, bias=self.bias)
+        return context, received[:, None]
 
     def attention_map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:
         return attention.attention_map(q, k, sizes=sizes, scale=self.scale, bias=self.bias)

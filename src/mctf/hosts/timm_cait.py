@@ -62,12 +62,13 @@ class CaitOps(GammaScaled):
         return self.talking.attend(q, k, v, sizes=sizes, spread=spread)
 
     def informativeness(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Tensor:
-        return self.talking.informativeness(q, k, sizes=sizes, rows=rows)
+        return self.talking.informativeness(q, k, sizes=sizes, rows=rows)[:, None]
 
     def attend_and_look(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str
     ) -> tuple[Tensor, Tensor]:
-        return self.talking.attend_and_look(q, k, v, sizes=sizes, rows=rows)
+        context, received = self.talking.attend_and_look(q, k, v, sizes=sizes, rows=rows)
+        return context, received[:, None]
 
     def attention_map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:
         return self.talking.map(q, k, sizes=sizes)

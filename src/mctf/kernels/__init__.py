@@ -9,11 +9,20 @@ import torch
 from torch import Tensor
 
 from ..core import attention, criteria, matching
-from ..core.assignment import Assignment
+from ..core.assignment import Assignment, joint_weights
 from . import attention_op, launch, matching_op, pooling_op
 from .launch import plain_operations
 
-__all__ = ["attend", "attend_and_look", "informativeness", "match", "plain_operations", "pool", "pool_both"]
+__all__ = [
+    "attend",
+    "attend_and_look",
+    "fuse_both",
+    "fuse_tokens",
+    "informativeness",
+    "match",
+    "plain_operations",
+    "pool",
+]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,60 +66,88 @@ def attend(
 
 @torch.no_grad()
 def informativeness(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, rows: str) -> Tensor:
-    """Attention each token receives, B N; see `core.attention.informativeness`."""
+    """Attention each token receives, B G N, in parts whose sum is `core.attention.informativeness`."""
     if _fast_attention(q):
         weights = _ROW_WEIGHTS[rows]
-        return attention_op.attention(q, k, None, sizes, None, None, None, scale, *weights, True, False)[1].sum(1)
-    return attention.informativeness(q, k, sizes=sizes, scale=scale, rows=rows)
+        return attention_op.attention(q, k, None, sizes, None, None, None, scale, *weights, True, False)[1]
+    return attention.informativeness(q, k, sizes=sizes, scale=scale, rows=rows)[:, None]
 
 
 def attend_and_look(
     q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, scale: float, rows: str, dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Both of the above at once: context B N (H d) and informativeness B N."""
+    """Both of the above at once: context B N (H d) and attention received B G N."""
     if _fast_attention(q, v, dropout):
         weights = _ROW_WEIGHTS[rows]
         train = _training(q, k, v)
-        context, received, _ = attention_op.attention(q, k, v, sizes, None, None, None, scale, *weights, True, train)
-        return context, received.sum(1)
+        return attention_op.attention(q, k, v, sizes, None, None, None, scale, *weights, True, train)[:2]
     if fast(q):
         context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout)
         return context, informativeness(q, k, sizes=sizes, scale=scale, rows=rows)
-    return attention.attend_and_look(q, k, v, sizes=sizes, scale=scale, rows=rows, dropout=dropout)
+    context, received = attention.attend_and_look(q, k, v, sizes=sizes, scale=scale, rows=rows, dropout=dropout)
+    return context, received[:, None]
 
 
 @torch.no_grad()
 def match(
     x: Tensor,
-    informativeness: Tensor,
+    received: Tensor,
     sizes: Tensor | None,
     taus: criteria.Criteria,
     *,
     r: int,
     protected: int,
     bidirectional: bool,
-) -> Assignment:
-    """Which tokens become one, by the criteria; see `core.criteria.attraction` and `core.matching`."""
+) -> tuple[Assignment, Tensor]:
+    """Which tokens become one, by the criteria, and their informativeness: the sum of `received` (B G N), B N, above 0.
+
+    See `core.criteria.attraction` and `core.matching`.
+    """
     if fast(x) and matching_op.fits(x.shape[1], protected):
         temperatures = (float(taus.tau_sim), float(taus.tau_info), float(taus.tau_size))
-        slots, order, start = matching_op.match(x, informativeness, sizes, r, protected, *temperatures, bidirectional)
-        return Assignment(slots, x.shape[1] - r, order, start)
-    scores = criteria.attraction(x, informativeness, sizes, taus, protected=protected)
+        *found, a = matching_op.match(x, received, sizes, r, protected, *temperatures, bidirectional)
+        slots, order, start = found
+        return Assignment(slots, x.shape[1] - r, order, start), a
+    a = criteria.total_received(received)
+    scores = criteria.attraction(x, a, sizes, taus, protected=protected)
     by = matching.match_bidirectional if bidirectional else matching.match_one_way
-    return by(scores, r, protected=protected)
+    return by(scores, r, protected=protected), a
 
 
 def pool(x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
     """Weighted mean over each slot, B N C -> B M C; see `Assignment.pool`."""
     if fast(x):
-        return pooling_op.pool(x, None, weights, None, assignment.slots, *assignment.members())[0]
+        return pooling_op.pool(x, None, weights, None, False, assignment.slots, *assignment.members())[0]
     return assignment.pool(x, weights)
 
 
-def pool_both(
-    x: Tensor, y: Tensor, weights: Tensor, sizes: Tensor, assignment: Assignment
+def fuse_tokens(
+    x: Tensor, weights: Tensor | None, sizes: Tensor | None, assignment: Assignment, *, by_size: bool
+) -> tuple[Tensor, Tensor]:
+    """The tokens of each slot become one: their mean, B M C, and their sizes added up, B M.
+
+    A token counts by its weight and, `by_size`, as often as it stands for others. Without weights or sizes all are 1.
+    """
+    if fast(x):
+        x, _, totals = pooling_op.pool(x, None, weights, sizes, by_size, assignment.slots, *assignment.members())
+        return x, totals
+    joint, counts = _plain_weights(weights, sizes, assignment, by_size)
+    return assignment.pool(x, joint), assignment.total(counts)
+
+
+def fuse_both(
+    x: Tensor, y: Tensor, weights: Tensor | None, sizes: Tensor | None, assignment: Assignment, *, by_size: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Two tensors pooled alike (B M C each), and the sizes of the slots (B M)."""
+    """`fuse_tokens` of two tensors alike: their means and the sizes of the slots."""
     if fast(x) and fast(y):
-        return pooling_op.pool(x, y, weights, sizes, assignment.slots, *assignment.members())
-    return assignment.pool(x, weights), assignment.pool(y, weights), assignment.total(sizes)
+        return pooling_op.pool(x, y, weights, sizes, by_size, assignment.slots, *assignment.members())
+    joint, counts = _plain_weights(weights, sizes, assignment, by_size)
+    return assignment.pool(x, joint), assignment.pool(y, joint), assignment.total(counts)
+
+
+def _plain_weights(
+    weights: Tensor | None, sizes: Tensor | None, assignment: Assignment, by_size: bool
+) -> tuple[Tensor, Tensor]:
+    """How much each token counts in its slot, and how many it stands for: both B N."""
+    counts = torch.ones_like(assignment.slots, dtype=torch.float32) if sizes is None else sizes
+    return joint_weights(weights, counts, by_size), counts

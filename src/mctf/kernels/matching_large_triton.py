@@ -3,15 +3,16 @@
 One program cannot hold the scores of more than 128 x 128 pairs, and a single image would leave a GPU idle. So
 matching becomes five launches: the scores, with the best partner of each alpha token; who leaves alpha; the best
 partner of each beta token among those that stay (not one way); slots; tokens sorted by slot. Everything that would
-need a sort is counted: a token's rank is the number of larger values.
+need a sort is counted: a token's rank is the number of larger values. Those that leave are put on a list by rank: every
+slot has one token that stays, so what is to be known of the others, where slots begin, is told by this short list.
 
-Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, C channels, M slots.
+Axes: B images, N tokens, Na and Nb unprotected tokens in even and odd places, C channels, M slots, r that leave.
 """
 
 import triton
 import triton.language as tl
 
-from .matching_triton import attraction, best, side_tokens
+from .matching_triton import attraction, best, side_tokens, total_received
 from .numbers_triton import single
 
 
@@ -32,9 +33,13 @@ def scores_kernel(
     alpha_places = tl.program_id(0) * A + tl.arange(0, A)
     beta_places = tl.program_id(1) * B + tl.arange(0, B)
     is_alpha, is_beta = alpha_places < alphas, beta_places < betas
+    alpha_tokens, beta_tokens = side_tokens(alpha_places, protected, False), side_tokens(beta_places, protected, True)
+    informativeness += image * tokens
     score = attraction(
-        x + image * x_b, lengths + image * tokens, informativeness + image * tokens, sizes + image * tokens,
-        side_tokens(alpha_places, protected, False), side_tokens(beta_places, protected, True), is_alpha, is_beta,
+        x + image * x_b, lengths + image * tokens,
+        total_received(informativeness, tokens, alpha_tokens, is_alpha, 1),
+        total_received(informativeness, tokens, beta_tokens, is_beta, 1),
+        sizes + image * tokens, alpha_tokens, beta_tokens, is_alpha, is_beta,
         channels, tau_sim, tau_info, tau_size, x_n, HAS_SIZES, POWER, A, B, CHUNK, PRECISION,
     )  # fmt: skip
     where = (image * alphas + alpha_places[:, None]) * betas + beta_places[None, :]
@@ -54,8 +59,13 @@ def _values_ahead(values, others, value, places):
 
 
 @triton.jit
-def leaving_kernel(pairs, gone, partner, alphas, betas, forth, MINE: tl.constexpr, OTHERS: tl.constexpr):
-    """Who leaves alpha, and the beta token each alpha token likes best: gone and partner (B Na)."""
+def leaving_kernel(
+    pairs, gone, partner, leavers, alphas, betas, r, forth, protected, MINE: tl.constexpr, OTHERS: tl.constexpr
+):  # fmt: skip
+    """Who leaves alpha, and the beta token each alpha token likes best: gone and partner (B Na).
+
+    Tokens that leave are the first of `leavers` (B r).
+    """
     image = tl.program_id(1).to(tl.int64)
     pairs += image * alphas
     places = tl.program_id(0) * MINE + tl.arange(0, MINE)
@@ -65,7 +75,9 @@ def leaving_kernel(pairs, gone, partner, alphas, betas, forth, MINE: tl.constexp
         others = first + tl.arange(0, OTHERS)
         values = tl.load(pairs + others, mask=others < alphas, other=0) >> 32
         rank += _values_ahead(tl.where(others < alphas, values, -1), others, mine >> 32, places)
-    tl.store(gone + image * alphas + places, (rank < forth).to(tl.int32), mask=places < alphas)
+    leaves = (rank < forth) & (places < alphas)
+    tl.store(gone + image * alphas + places, leaves.to(tl.int32), mask=places < alphas)
+    tl.store(leavers + image * r + rank, side_tokens(places, protected, False), mask=leaves)
     column = betas - 1 - (mine & 0xFFFFFFFF).to(tl.int32)
     tl.store(partner + image * alphas + places, column, mask=places < alphas)
 
@@ -94,25 +106,27 @@ def back_kernel(
 
 
 @triton.jit
-def _kept_slots(alpha_gone, places, alphas, protected, OTHERS: tl.constexpr):
+def _kept_slots(leavers, places, forth, protected, OTHERS: tl.constexpr):
     """Slot of each staying alpha token: how many stay before it."""
-    slots = tl.zeros(places.shape, tl.int32) + protected
-    for first in range(0, alphas, OTHERS):
+    tokens = side_tokens(places, protected, False)
+    slots = protected + places
+    for first in range(0, forth, OTHERS):
         others = first + tl.arange(0, OTHERS)
-        stays = tl.load(alpha_gone + others, mask=others < alphas, other=1) == 0
-        slots += tl.sum((stays[None, :] & (others[None, :] < places[:, None])).to(tl.int32), 1)
+        leaver = tl.load(leavers + others, mask=others < forth, other=1 << 20)
+        slots -= tl.sum((leaver[None, :] < tokens[:, None]).to(tl.int32), 1)
     return slots
 
 
 @triton.jit
 def slots_kernel(
-    alpha_gone, alpha_partner, beta_strength, beta_partner, slots,
+    alpha_gone, alpha_partner, beta_strength, beta_partner, leavers, slots,
     tokens, alphas, betas, r, forth, protected,
     BIDIRECTIONAL: tl.constexpr, MINE: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """slots (B N) of a tile of tokens, from the partners of both sides."""
+    """slots (B N) of a tile of tokens, from the partners of both sides; beta tokens that leave join `leavers` (B r)."""
     image = tl.program_id(1).to(tl.int64)
     alpha_gone += image * alphas
+    leavers += image * r
     beta_strength += image * betas
     token = tl.program_id(0) * MINE + tl.arange(0, MINE)
     odd = token % 2 == 1
@@ -135,28 +149,38 @@ def slots_kernel(
         moves = on_beta & (rank < r - forth)
         host = tl.load(beta_partner + image * betas + beta, mask=moves, other=0)
         beta_slot = rank + protected + alphas - r
+        tl.store(leavers + forth + rank, token, mask=moves & odd)
     alpha = tl.where(moves, host, place)
-    slot = tl.where(on_beta & (moves == 0), beta_slot, _kept_slots(alpha_gone, alpha, alphas, protected, OTHERS))
+    slot = tl.where(on_beta & (moves == 0), beta_slot, _kept_slots(leavers, alpha, forth, protected, OTHERS))
     slot = tl.where(token < protected, token, slot)
     tl.store(slots + image * tokens + token, slot.to(tl.int64), mask=token < tokens)
 
 
 @triton.jit
-def members_kernel(slots, order, start, tokens, count, MINE: tl.constexpr, OTHERS: tl.constexpr):
-    """order (B N): tokens sorted by slot; start (B M+1): where each slot, none of them empty, begins in `order`."""
+def members_kernel(slots, leavers, order, start, tokens, count, MINE: tl.constexpr, OTHERS: tl.constexpr):
+    """order (B N): tokens sorted by slot; start (B M+1): where each slot, none of them empty, begins in `order`.
+
+    A slot has one token that stays, then those that left for it.
+    """
     image = tl.program_id(1).to(tl.int64)
+    left = tokens - count
     slots += image * tokens
+    leavers += image * left
     start += image * (count + 1)
     token = tl.program_id(0) * MINE + tl.arange(0, MINE)
     slot = tl.load(slots + token, mask=token < tokens, other=0).to(tl.int32)
-    before = tl.zeros([MINE], tl.int32)
-    alike = tl.zeros([MINE], tl.int32)
-    for first in range(0, tokens, OTHERS):
+    begin = slot
+    place = tl.zeros([MINE], tl.int32)
+    leaves = tl.zeros([MINE], tl.int32)
+    for first in range(0, left, OTHERS):
         others = first + tl.arange(0, OTHERS)
-        other = tl.load(slots + others, mask=others < tokens, other=count).to(tl.int32)
-        before += tl.sum((other[None, :] < slot[:, None]).to(tl.int32), 1)
-        earlier = others[None, :] < token[:, None]
-        alike += tl.sum(((other[None, :] == slot[:, None]) & earlier).to(tl.int32), 1)
-    tl.store(order + image * tokens + before + alike, token, mask=token < tokens)
-    tl.store(start + slot, before, mask=(token < tokens) & (alike == 0))
+        leaver = tl.load(leavers + others, mask=others < left, other=1 << 20)
+        other = tl.load(slots + leaver, mask=others < left, other=count).to(tl.int32)
+        begin += tl.sum((other[None, :] < slot[:, None]).to(tl.int32), 1)
+        alike = (other[None, :] == slot[:, None]) & (leaver[None, :] <= token[:, None])
+        place += tl.sum(alike.to(tl.int32), 1)
+        leaves += tl.sum((leaver[None, :] == token[:, None]).to(tl.int32), 1)
+    place = tl.where(leaves > 0, place, 0)
+    tl.store(order + image * tokens + begin + place, token, mask=token < tokens)
+    tl.store(start + slot, begin, mask=(token < tokens) & (leaves == 0))
     tl.store(start + count, tokens)

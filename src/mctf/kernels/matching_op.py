@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.criteria import total_received
 from .launch import launchable, varies
 
 ONE_PROGRAM = 128  # tokens on one side of the split whose scores fit a program's registers
@@ -29,7 +30,7 @@ def fits(tokens: int, protected: int) -> bool:
 @torch.library.triton_op("mctf::match", mutates_args=())
 def match(
     x: Tensor,
-    informativeness: Tensor,
+    received: Tensor,
     sizes: Tensor | None,
     r: int,
     protected: int,
@@ -37,15 +38,18 @@ def match(
     tau_info: float,
     tau_size: float,
     bidirectional: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Slot of each token (B N, int64), tokens sorted by slot (B N, int32), where each slot begins there (B M+1)."""
-    x, informativeness = x.contiguous(), informativeness.contiguous()
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Slot of each token (B N, int64), tokens sorted by slot (B N, int32), where each slot begins there (B M+1).
+
+    And the informativeness of each token (B N), the sum of `received` (B G N).
+    """
+    x, received = x.contiguous(), received.contiguous()
     sizes = None if sizes is None else sizes.contiguous()
     outputs = _outputs(x, r)
     forth = r // 2 if bidirectional else r
-    work = _Work(x, informativeness, sizes, *outputs, r, forth, protected, tau_sim, tau_info, tau_size, bidirectional)
-    (_launch_many if work.wants_many_programs() else _launch_one)(work)
-    return outputs
+    work = _Work(x, received, sizes, *outputs, r, forth, protected, tau_sim, tau_info, tau_size, bidirectional)
+    informativeness = (_launch_many if work.wants_many_programs() else _launch_one)(work)
+    return *outputs, informativeness
 
 
 def _outputs(x: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +64,7 @@ class _Work(NamedTuple):
     """The operator's arguments and outputs, on their way to the kernels; forth: alpha tokens that leave."""
 
     x: Tensor
-    informativeness: Tensor
+    received: Tensor
     sizes: Tensor | None
     slots: Tensor
     order: Tensor
@@ -87,14 +91,14 @@ class _Work(NamedTuple):
         alphas = (self.x.shape[1] - self.protected + (self.protected + 1) % 2) // 2
         return alphas, self.x.shape[1] - self.protected - alphas
 
-    def criteria(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the scores are made of: tokens, their lengths, informativeness, sizes.
+    def criteria(self, received: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the scores are made of: tokens, their lengths, the attention they receive, sizes.
 
         Lengths are taken outside: torch.compile makes them where it reads x for a norm anyway, and the kernels, with
         nothing else to do with x than to multiply it, fetch it ahead. They want a pointer even where they do not read.
         """
         lengths = torch.linalg.vector_norm(self.x, dim=2, dtype=torch.float32)
-        return self.x, lengths, self.informativeness, self.x if self.sizes is None else self.sizes
+        return self.x, lengths, received, self.x if self.sizes is None else self.sizes
 
     def taus(self) -> tuple[float, float, float]:
         return self.tau_sim, self.tau_info, self.tau_size
@@ -117,21 +121,24 @@ class _Work(NamedTuple):
         }
 
 
-def _launch_one(work: _Work) -> None:
+def _launch_one(work: _Work) -> Tensor:
+    """All in one program an image, the informativeness, which is returned, too."""
     from .matching_triton import matching_kernel
 
     batch, tokens, channels = work.x.shape
     side = ONE_PROGRAM if varies(work.side) else max(16, 1 << (work.side - 1).bit_length())
+    informativeness = work.x.new_empty((batch, tokens), dtype=torch.float32)
     launchable(matching_kernel)[(batch,)](
-        *work.criteria(), work.slots, work.order, work.start,
+        *work.criteria(work.received), work.slots, work.order, work.start, informativeness,
         tokens, channels, work.sides()[0], work.r, work.forth, work.protected, *work.taus(), *work.x.stride()[:2],
-        BIDIRECTIONAL=work.bidirectional, SIDE=side, PROTECTED=_MOST_PROTECTED,
+        BIDIRECTIONAL=work.bidirectional, PARTS=work.received.shape[1], SIDE=side, PROTECTED=_MOST_PROTECTED,
         CHUNK=32 if work.x.element_size() == 4 else 64, **work.flags(),
         num_warps=8 if side == 64 else 4,  # of 2 to 16; of 128 tokens, more have more to exchange than to count
     )  # fmt: skip
+    return informativeness
 
 
-def _launch_scores(work: _Work) -> tuple[Tensor, Tensor]:
+def _launch_scores(work: _Work, informativeness: Tensor) -> tuple[Tensor, Tensor]:
     """Attraction of all pairs, B Na Nb, and the best of each alpha token with its partner, B Na, see the kernel."""
     from .matching_large_triton import scores_kernel
 
@@ -141,24 +148,27 @@ def _launch_scores(work: _Work) -> tuple[Tensor, Tensor]:
     pairs = x.new_zeros((batch, alphas), dtype=torch.int64)
     rows, columns, chunk = work.tile()
     launchable(scores_kernel)[(-(-alphas // rows), -(-betas // columns), batch)](
-        *work.criteria(), scores, pairs,
+        *work.criteria(informativeness), scores, pairs,
         tokens, channels, alphas, betas, work.protected, *work.taus(), *x.stride()[:2],
         A=rows, B=columns, CHUNK=chunk, **work.flags(), num_warps=4, num_stages=3,
     )  # fmt: skip
     return scores, pairs
 
 
-def _launch_many(work: _Work) -> None:
+def _launch_many(work: _Work) -> Tensor:
+    """Piece by piece; the informativeness."""
     from .matching_large_triton import back_kernel, leaving_kernel, members_kernel, slots_kernel
 
     x, batch, tokens = work.x, *work.x.shape[:2]
     protected, forth = work.protected, work.forth
     alphas, betas = work.sides()
-    scores, pairs = _launch_scores(work)
+    informativeness = total_received(work.received)
+    scores, pairs = _launch_scores(work, informativeness)
     count = {"MINE": _COUNTED, "OTHERS": _COUNTED_AGAINST}
     gone, alpha_partner = (x.new_empty((batch, alphas), dtype=torch.int32) for _ in range(2))
+    leavers = x.new_empty((batch, work.r), dtype=torch.int32)
     launchable(leaving_kernel)[(-(-alphas // _COUNTED), batch)](
-        pairs, gone, alpha_partner, alphas, betas, forth, **count
+        pairs, gone, alpha_partner, leavers, alphas, betas, work.r, forth, protected, **count
     )
     strength = x.new_empty((batch, betas), dtype=torch.float32)
     beta_partner = x.new_empty((batch, betas), dtype=torch.int32)
@@ -167,9 +177,11 @@ def _launch_many(work: _Work) -> None:
             scores, gone, strength, beta_partner, alphas, betas, A=128, B=32
         )
     launchable(slots_kernel)[(-(-tokens // _COUNTED), batch)](
-        gone, alpha_partner, strength, beta_partner, work.slots, tokens, alphas, betas, work.r, forth, protected,
+        gone, alpha_partner, strength, beta_partner, leavers, work.slots,
+        tokens, alphas, betas, work.r, forth, protected,
         BIDIRECTIONAL=work.bidirectional, **count,
     )  # fmt: skip
     launchable(members_kernel)[(-(-tokens // _COUNTED), batch)](
-        work.slots, work.order, work.start, tokens, tokens - work.r, **count
+        work.slots, leavers, work.order, work.start, tokens, tokens - work.r, **count
     )
+    return informativeness

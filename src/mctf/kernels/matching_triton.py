@@ -34,9 +34,18 @@ def side_tokens(places, protected, ODD: tl.constexpr):
 
 
 @triton.jit
+def total_received(parts, tokens, where, keep, PARTS: tl.constexpr):
+    """Informativeness of some tokens, the sum of its PARTS (G N), above 0; 1 beyond the last."""
+    total = tl.load(parts + where, mask=keep, other=1.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * tokens + where, mask=keep, other=0.0)
+    return tl.maximum(total, 1e-30)
+
+
+@triton.jit
 def _isolation(informativeness, sizes, where, keep, tau_info, tau_size, HAS_SIZES: tl.constexpr):
     """a^-tau_info * s^-tau_size of some tokens."""
-    exponent = -tau_info * tl.log2(tl.maximum(tl.load(informativeness + where, mask=keep, other=1.0), 1e-30))
+    exponent = -tau_info * tl.log2(informativeness)
     if HAS_SIZES:
         exponent -= tau_size * tl.log2(tl.maximum(tl.load(sizes + where, mask=keep, other=1.0), 1e-30))
     return tl.exp2(exponent)
@@ -57,15 +66,15 @@ def _score(product, alpha_length, beta_length, alpha_isolation, beta_isolation, 
 
 @triton.jit
 def attraction(
-    x, lengths, informativeness, sizes, alpha_tokens, beta_tokens, is_alpha, is_beta,
+    x, lengths, alpha_info, beta_info, sizes, alpha_tokens, beta_tokens, is_alpha, is_beta,
     channels, tau_sim, tau_info, tau_size, x_n,
     HAS_SIZES: tl.constexpr, POWER: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores of some pairs of one image, A B; -inf beyond the last tokens, and for no other pair."""
     # before the long loop: its loads then hide the waiting for these
-    alpha_isolation = _isolation(informativeness, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)
-    beta_isolation = _isolation(informativeness, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)
+    alpha_isolation = _isolation(alpha_info, sizes, alpha_tokens, is_alpha, tau_info, tau_size, HAS_SIZES)
+    beta_isolation = _isolation(beta_info, sizes, beta_tokens, is_beta, tau_info, tau_size, HAS_SIZES)
     alpha_length = tl.load(lengths + alpha_tokens, mask=is_alpha, other=1.0)
     beta_length = tl.load(lengths + beta_tokens, mask=is_beta, other=1.0)
     product = tl.zeros([A, B], tl.float32)
@@ -116,13 +125,14 @@ def _write(
 
 @triton.jit
 def matching_kernel(
-    x, lengths, informativeness, sizes, slots, order, start,
+    x, lengths, received, sizes, slots, order, start, informativeness,
     tokens, channels, alphas, r, forth, protected, tau_sim, tau_info, tau_size, x_b, x_n,
-    HAS_SIZES: tl.constexpr, POWER: tl.constexpr, BIDIRECTIONAL: tl.constexpr,
+    HAS_SIZES: tl.constexpr, POWER: tl.constexpr, BIDIRECTIONAL: tl.constexpr, PARTS: tl.constexpr,
     SIDE: tl.constexpr, CHUNK: tl.constexpr, PROTECTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """slots (B N); order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`.
 
+    Also informativeness (B N), the sum of received (B G N) over its PARTS.
     SIDE: a power of two, at least as large as the alpha and the beta side.
     """
     tau_sim, tau_info, tau_size = single(tau_sim), single(tau_info), single(tau_size)
@@ -131,9 +141,15 @@ def matching_kernel(
     alpha_tokens, beta_tokens = side_tokens(places, protected, False), side_tokens(places, protected, True)
     is_alpha, is_beta = alpha_tokens < tokens, beta_tokens < tokens
 
-    # 1. attraction of every pair
+    # 1. informativeness, and attraction of every pair
+    received += image * PARTS * tokens
+    informativeness += image * tokens
+    alpha_info = total_received(received, tokens, alpha_tokens, is_alpha, PARTS)
+    beta_info = total_received(received, tokens, beta_tokens, is_beta, PARTS)
+    tl.store(informativeness + alpha_tokens, alpha_info, mask=is_alpha)
+    tl.store(informativeness + beta_tokens, beta_info, mask=is_beta)
     scores = attraction(
-        x + image * x_b, lengths + image * tokens, informativeness + image * tokens, sizes + image * tokens,
+        x + image * x_b, lengths + image * tokens, alpha_info, beta_info, sizes + image * tokens,
         alpha_tokens, beta_tokens, is_alpha, is_beta, channels, tau_sim, tau_info, tau_size, x_n,
         HAS_SIZES, POWER, SIDE, SIDE, CHUNK, PRECISION,
     )  # fmt: skip
@@ -168,3 +184,5 @@ def matching_kernel(
     tl.store(order + lead, lead, mask=lead < protected)
     tl.store(start + lead, lead, mask=lead < protected)
     tl.store(start + tokens - r, tokens)
+    info = total_received(received, tokens, lead, lead < protected, PARTS)
+    tl.store(informativeness + lead, info, mask=lead < protected)

@@ -8,7 +8,7 @@ Axes: B images, N tokens, M slots, C channels.
 import torch
 from torch import Tensor
 
-from ..core.assignment import Assignment
+from ..core.assignment import Assignment, joint_weights
 from .launch import channels_last, launchable, varies
 
 _FEW_SLOTS = 2000  # of all images together: ten images of 197 tokens, or three of 577
@@ -16,24 +16,30 @@ _FEW_SLOTS = 2000  # of all images together: ten images of 197 tokens, or three 
 
 @torch.library.triton_op("mctf::pool", mutates_args=())
 def pool(
-    x: Tensor, y: Tensor | None, weights: Tensor, sizes: Tensor | None, slots: Tensor, order: Tensor, start: Tensor
+    x: Tensor,
+    y: Tensor | None,
+    weights: Tensor | None,
+    sizes: Tensor | None,
+    by_size: bool,
+    slots: Tensor,
+    order: Tensor,
+    start: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted means of x and y (B M C) and sums of sizes (B M); empty for what is not given."""
+    """Weighted means of x and y (B M C; empty without y), by `joint_weights`, and sums of sizes (B M)."""
     from .pooling_triton import pooling_kernel
 
-    x, weights, order, start = x.contiguous(), weights.contiguous(), order.contiguous(), start.contiguous()
-    y = None if y is None else y.contiguous()
-    sizes = None if sizes is None else sizes.contiguous()
-    outputs = _outputs(x, y, sizes, start)
+    x, order, start = x.contiguous(), order.contiguous(), start.contiguous()
+    y, weights, sizes = (None if tensor is None else tensor.contiguous() for tensor in (y, weights, sizes))
+    outputs = _outputs(x, y, start)
     other = x if y is None else y
     batch, tokens, channels = x.shape
     count = start.shape[1] - 1
     x_width, y_width = (1 << (tensor.shape[2] - 1).bit_length() for tensor in (x, other))
     parts, manner = _manner(batch, count, max(x_width, y_width))
     launchable(pooling_kernel)[(count, batch, parts)](
-        x, other, weights, weights if sizes is None else sizes, order, start, *outputs,
+        x, other, x if weights is None else weights, x if sizes is None else sizes, order, start, *outputs,
         tokens, count, channels, other.shape[2], *x.stride()[:2], *other.stride()[:2],
-        HAS_Y=y is not None, HAS_SIZES=sizes is not None,
+        HAS_Y=y is not None, HAS_WEIGHTS=weights is not None, HAS_SIZES=sizes is not None, BY_SIZE=by_size,
         X=max(1, x_width // parts), Y=max(1, y_width // parts), **manner,
     )  # fmt: skip
     return outputs
@@ -49,16 +55,16 @@ def _manner(batch: int, count: int, width: int) -> tuple[int, dict[str, int]]:
     return max(1, width // 512), {"MEMBERS": 1, "num_warps": 1}
 
 
-def _outputs(x: Tensor, y: Tensor | None, sizes: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(x: Tensor, y: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     batch, count = start.shape[0], start.shape[1] - 1
     x_out = x.new_empty(batch, count, x.shape[2])
     y_out = x.new_empty(0) if y is None else y.new_empty(batch, count, y.shape[2])
-    return x_out, y_out, x.new_empty((0,) if sizes is None else (batch, count), dtype=torch.float32)
+    return x_out, y_out, x.new_empty((batch, count), dtype=torch.float32)
 
 
 def _keep_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    _, y, weights, _, slots, _, start = inputs
-    ctx.save_for_backward(weights, slots)
+    _, y, weights, sizes, by_size, slots, _, start = inputs
+    ctx.save_for_backward(weights, sizes if by_size else None, slots)  # type: ignore[arg-type]
     ctx.count = start.shape[1] - 1  # type: ignore[attr-defined]
     ctx.has_y = y is not None  # type: ignore[attr-defined]
 
@@ -67,12 +73,14 @@ def _backward(
     ctx: torch.autograd.function.FunctionCtx, x_grad: Tensor, y_grad: Tensor, _sizes_grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Each token gets its share of its slot's gradient; weights and sizes carry none."""
-    weights, slots = ctx.saved_tensors  # type: ignore[attr-defined]
+    weights, sizes, slots = ctx.saved_tensors  # type: ignore[attr-defined]
     assignment = Assignment(slots, ctx.count)  # type: ignore[attr-defined]
-    share = (weights / assignment.spread(assignment.total(weights)))[..., None]
+    counts = torch.ones_like(slots, dtype=torch.float32) if sizes is None else sizes
+    joint = joint_weights(weights, counts, True)
+    share = (joint / assignment.spread(assignment.total(joint)))[..., None]
     to_x = (assignment.spread(x_grad) * share).to(x_grad.dtype)
     to_y = (assignment.spread(y_grad) * share).to(y_grad.dtype) if ctx.has_y else None  # type: ignore[attr-defined]
-    return to_x, to_y, None, None, None, None, None
+    return to_x, to_y, *[None] * 6
 
 
 pool.register_autograd(_backward, setup_context=_keep_for_backward)

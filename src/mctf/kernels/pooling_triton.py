@@ -11,14 +11,35 @@ import triton.language as tl
 
 
 @triton.jit
+def _size(sizes, token, has, HAS_SIZES: tl.constexpr):
+    """How many each token stands for; 0 where there is none."""
+    if HAS_SIZES:
+        size = tl.load(sizes + token, mask=has, other=0.0)
+    else:
+        size = has.to(tl.float32)
+    return size
+
+
+@triton.jit
+def _joint_weight(weights, size, token, has, HAS_WEIGHTS: tl.constexpr, BY_SIZE: tl.constexpr):
+    """How much each token counts; 0 where there is none."""
+    weight = size if BY_SIZE else has.to(tl.float32)
+    if HAS_WEIGHTS:
+        weight *= tl.load(weights + token, mask=has, other=0.0)
+    return weight
+
+
+@triton.jit
 def pooling_kernel(
     x, y, weights, sizes, order, start, x_out, y_out, sizes_out,
     tokens, count, x_channels, y_channels, x_b, x_n, y_b, y_n,
-    HAS_Y: tl.constexpr, HAS_SIZES: tl.constexpr, MEMBERS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
+    HAS_Y: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_SIZES: tl.constexpr, BY_SIZE: tl.constexpr,
+    MEMBERS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
 ):  # fmt: skip
     """x_out[s] = sum of w_i x_i / sum of w_i over the tokens of slot s; y_out likewise; sizes_out[s] = sum of sizes.
 
-    A program takes X channels of x and Y of y, and MEMBERS tokens at a time.
+    w_i is a token's weight, times its size BY_SIZE; 1 for what is not there. A program takes X channels of x and Y of
+    y, and MEMBERS tokens at a time.
     """
     image = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0)
@@ -28,23 +49,25 @@ def pooling_kernel(
     y += image * y_b
     order += image * tokens
     weights += image * tokens
+    sizes += image * tokens
     x_column, y_column = (tl.program_id(2) * X + tl.arange(0, X), tl.program_id(2) * Y + tl.arange(0, Y))
     x_sum = tl.zeros([X], tl.float32)
     y_sum = tl.zeros([Y], tl.float32)
     mass = 0.0
     size = 0.0
     # weights are taken relative to the first member's: a token alone in its slot then comes out unchanged
-    first = tl.load(weights + tl.load(order + begin, mask=begin < end, other=0))
+    token = tl.load(order + begin, mask=begin < end, other=0)
+    first = _joint_weight(weights, _size(sizes, token, token >= 0, HAS_SIZES), token, token >= 0, HAS_WEIGHTS, BY_SIZE)
     first = tl.where(first == 0.0, 1.0, first)  # tokens that were dropped count for nothing in their slot
     for member in range(begin, end, MEMBERS):
         place = member + tl.arange(0, MEMBERS)
         has = place < end
         token = tl.load(order + place, mask=has, other=0)
-        weight = tl.load(weights + token, mask=has, other=0.0)
+        member_size = _size(sizes, token, has, HAS_SIZES)
+        size += tl.sum(member_size, 0)
+        weight = _joint_weight(weights, member_size, token, has, HAS_WEIGHTS, BY_SIZE)
         weight = tl.where(weight == first, 1.0, weight / first)  # a GPU's quick division need not give 1
         mass += tl.sum(weight, 0)
-        if HAS_SIZES:
-            size += tl.sum(tl.load(sizes + image * tokens + token, mask=has, other=0.0), 0)
         keep = has[:, None] & (x_column[None, :] < x_channels)
         rows = tl.load(x + token[:, None] * x_n + x_column[None, :], mask=keep, other=0.0)
         x_sum += tl.sum(weight[:, None] * rows.to(tl.float32), 0)
@@ -59,8 +82,7 @@ def pooling_kernel(
     if HAS_Y:
         y_mean = (y_sum / mass).to(y_out.dtype.element_ty)
         tl.store(y_out + place * y_channels + y_column, y_mean, mask=y_column < y_channels)
-    if HAS_SIZES:
-        tl.store(sizes_out + place, size, mask=tl.program_id(2) == 0)
+    tl.store(sizes_out + place, size, mask=tl.program_id(2) == 0)
 
 
 @triton.jit

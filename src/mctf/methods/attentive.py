@@ -49,7 +49,8 @@ class Attentive(Method):
             return Step(block.plain(x), sizes)
         h = block.norm1(x)
         q, k, v = block.queries_keys_values(h)
-        context, a = block.attend_and_look(q, k, v, sizes=None, rows="class")
+        context, received = block.attend_and_look(q, k, v, sizes=None, rows="class")
+        a = received.sum(dim=1)
         step = self.reduce(block.add_attention(x, block.finish_context(context, h)), a, sizes, turn)
         return Step(block.add_mlp(step.x), step.sizes, step.assignment, step.weights, a)
 

@@ -43,7 +43,10 @@ class BlockOps(Protocol):
         """The flat context; a key of size s counts s times. With `spread`, v has one row a slot."""
 
     def informativeness(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Tensor:
-        """Attention each token receives, B N: from all tokens ("mean"), the "class" token, or "both"."""
+        """Attention each token receives from all tokens ("mean"), the "class" token, or "both".
+
+        It comes in G parts, B G N, whose sum it is: as many as were easiest to make.
+        """
 
     def attend_and_look(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str

@@ -115,5 +115,5 @@ def _through(block: BlockOps, x: Tensor) -> tuple[Tensor, Tensor]:
     """A block by its pieces, and the attention of the class token in it: B M C and B M."""
     h = block.norm1(x)
     q, k, v = block.queries_keys_values(h)
-    context, seen = block.attend_and_look(q, k, v, sizes=None, rows="class")
-    return block.add_mlp(block.add_attention(x, block.finish_context(context, h))), seen
+    context, received = block.attend_and_look(q, k, v, sizes=None, rows="class")
+    return block.add_mlp(block.add_attention(x, block.finish_context(context, h))), received.sum(dim=1)

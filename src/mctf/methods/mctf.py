@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..core.assignment import Assignment
+from ..core.assignment import Assignment, joint_weights
 from ..core.cost import BlockShape, Cost, split_product, unprotected_product
-from ..core.criteria import TINY, Criteria
+from ..core.criteria import Criteria
 from ..errors import MctfError, did_you_mean
 from .base import BlockOps, Method, Step, Turn, check_switches, run_unfused
 
@@ -97,10 +97,9 @@ class MCTF(Method):
     def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         counted = self._counted(sizes)
         q, k = block.queries_keys(block.norm1(x))
-        a = block.informativeness(q, k, sizes=counted, rows=self.informativeness)
-        assignment = self._match(x, a, sizes, r, protected)
-        weights, counts = self._weights(a, sizes)
-        x = self._pool(x, weights, assignment)
+        received = block.informativeness(q, k, sizes=counted, rows=self.informativeness)
+        assignment, a = self._match(x, received, sizes, r, protected)
+        x, new_sizes = self._fuse(x, a, sizes, assignment)
 
         h = block.norm1(x)
         values = block.split_heads(block.values(h))
@@ -108,36 +107,46 @@ class MCTF(Method):
             context = _largest_rows(block.attention_map(q, k, sizes=counted), values, assignment)
         else:
             context = block.attend(q, k, values, sizes=counted, spread=assignment)
-            context = kernels.pool(context, weights, assignment)
+            context, _ = self._fuse(context, a, sizes, assignment)
         x = block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
-        return Step(x, assignment.total(counts), assignment, weights, a)
+        return Step(x, new_sizes, assignment, self._weights(a, sizes), a)
 
     def _exact(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         h = block.norm1(x)
-        context, a = self._attend_and_look(block, h, sizes)
-        assignment = self._match(x, a, sizes, r, protected)
-        weights, counts = self._weights(a, sizes)
-        x, context, new_sizes = kernels.pool_both(x, block.finish_context(context, h), weights, counts, assignment)
-        return Step(block.add_mlp(block.add_attention(x, context)), new_sizes, assignment, weights, a)
+        context, received = self._attend_and_look(block, h, sizes)
+        assignment, a = self._match(x, received, sizes, r, protected)
+        x, context, new_sizes = kernels.fuse_both(
+            x, block.finish_context(context, h), self._factor(a), sizes, assignment, by_size=self._by_size
+        )
+        x = block.add_mlp(block.add_attention(x, context))
+        return Step(x, new_sizes, assignment, self._weights(a, sizes), a)
 
     def _precise(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         q, k = block.queries_keys(block.norm1(x))
-        a = block.informativeness(q, k, sizes=self._counted(sizes), rows=self.informativeness)
-        return self._fused(block, x, a, sizes, r, protected, then_run=True)
+        received = block.informativeness(q, k, sizes=self._counted(sizes), rows=self.informativeness)
+        return self._fused(block, x, received, sizes, r, protected, then_run=True)
 
     def _previous(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         h = block.norm1(x)
-        context, a = self._attend_and_look(block, h, sizes)
+        context, received = self._attend_and_look(block, h, sizes)
         x = block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
-        return self._fused(block, x, a, sizes, r, protected, then_run=False)
+        return self._fused(block, x, received, sizes, r, protected, then_run=False)
 
     def _fused(
-        self, block: BlockOps, x: Tensor, a: Tensor, sizes: Tensor | None, r: int, protected: int, *, then_run: bool
+        self,
+        block: BlockOps,
+        x: Tensor,
+        received: Tensor,
+        sizes: Tensor | None,
+        r: int,
+        protected: int,
+        *,
+        then_run: bool,
     ) -> Step:
         """Tokens fused, and then perhaps the whole block run on them."""
-        assignment = self._match(x, a, sizes, r, protected)
-        weights, counts = self._weights(a, sizes)
-        x, sizes = self._pool(x, weights, assignment), assignment.total(counts)
+        assignment, a = self._match(x, received, sizes, r, protected)
+        weights = self._weights(a, sizes)
+        x, sizes = self._fuse(x, a, sizes, assignment)
         if then_run:
             x = run_unfused(block.fused(assignment, weights), x, self._counted(sizes))
         return Step(x, sizes, assignment, weights, a)
@@ -150,20 +159,31 @@ class MCTF(Method):
         q, k, v = block.queries_keys_values(h)
         return block.attend_and_look(q, k, v, sizes=self._counted(sizes), rows=self.informativeness)
 
-    def _match(self, x: Tensor, a: Tensor, sizes: Tensor | None, r: int, protected: int) -> Assignment:
+    def _match(
+        self, x: Tensor, received: Tensor, sizes: Tensor | None, r: int, protected: int
+    ) -> tuple[Assignment, Tensor]:
+        """Which tokens become one, and how informative each is."""
         criteria = Criteria(self.tau_sim, self.tau_info, self.tau_size)
-        return kernels.match(x, a, sizes, criteria, r=r, protected=protected, bidirectional=self.bidirectional)
+        return kernels.match(x, received, sizes, criteria, r=r, protected=protected, bidirectional=self.bidirectional)
 
-    def _weights(self, a: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Pooling weights and sizes of the tokens before fusion, both B N."""
-        counts = torch.ones_like(a) if sizes is None else sizes
-        if self.pooling == "attention":
-            a = a.clamp_min(TINY)  # tokens nobody attends to still have a mean
-            return (a if sizes is None else a * sizes), counts
-        return (counts if self.pooling == "size" else torch.ones_like(a)), counts
+    @property
+    def _by_size(self) -> bool:
+        """Whether a token counts in its slot as often as it stands for others."""
+        return self.pooling in ("attention", "size")
 
-    def _pool(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
-        return assignment.largest(x) if self.pooling == "max" else kernels.pool(x, weights, assignment)
+    def _factor(self, a: Tensor) -> Tensor | None:
+        """What a token counts in its slot besides."""
+        return a if self.pooling == "attention" else None
+
+    def _weights(self, a: Tensor, sizes: Tensor | None) -> Tensor:
+        """How much each token counts in its slot, B N."""
+        return joint_weights(self._factor(a), torch.ones_like(a) if sizes is None else sizes, self._by_size)
+
+    def _fuse(self, x: Tensor, a: Tensor, sizes: Tensor | None, assignment: Assignment) -> tuple[Tensor, Tensor]:
+        """Tokens and sizes of the slots."""
+        if self.pooling == "max":
+            return assignment.largest(x), assignment.total(torch.ones_like(a) if sizes is None else sizes)
+        return kernels.fuse_tokens(x, self._factor(a), sizes, assignment, by_size=self._by_size)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         if r == 0:

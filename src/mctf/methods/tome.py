@@ -48,8 +48,8 @@ class ToMe(Method):
 
         assignment = _match_keys(k, turn.r, turn.protected)
         weights = x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes
-        x = block.add_mlp(kernels.pool(x, weights, assignment))
-        return Step(x, assignment.total(weights), assignment, weights)
+        x, sizes = kernels.fuse_tokens(x, None, sizes, assignment, by_size=True)
+        return Step(block.add_mlp(x), sizes, assignment, weights)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         if r == 0:
