@@ -30,8 +30,9 @@ TABLES = {
     "h200_deit_small_fast_batch8": "deit_small_patch16_224 -r fast -m mctf_exact --batch 8 --mode reduce-overhead",
     "h200_deit_small_fast_batch64": "deit_small_patch16_224 -r fast -m mctf_exact --batch 64 --mode reduce-overhead",
     "h200_vit_small_1024_batch4": "vit_small_patch16_224 --image-size 1024 -r 0.1 -m mctf_exact --batch 4",
+    "h200_vit_small_1024_fast_batch4": "vit_small_patch16_224 --image-size 1024 -r fast -m mctf_exact --batch 4",
 }
-PATIENCE = 330  # seconds that finished compilers wait for the others
+PATIENCE = 480  # seconds that finished compilers wait for the others
 GATE, EXPECTED = "MCTF_TABLES_GATE", "MCTF_TABLES_EXPECTED"
 
 

@@ -19,11 +19,14 @@ from .numbers_triton import single
 @triton.jit
 def scores_kernel(
     x, lengths, informativeness, sizes, scores, pairs,
-    tokens, channels, alphas, betas, protected, tau_sim, tau_info, tau_size, x_b, x_n,
+    tokens, channels, alphas, betas, pitch, protected, tau_sim, tau_info, tau_size, x_b, x_n,
     HAS_SIZES: tl.constexpr, POWER: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attraction of a tile of pairs: scores (B Na Nb), and the best of each row with its column: pairs (B Na).
+    """Attraction of a tile of pairs: scores (B Na pitch), and the best of each row with its column: pairs (B Na).
+
+    The pitch is Nb or a little more, with -inf in the columns that are too many: rows that begin at multiples of 16
+    are written and read several numbers at a time.
 
     pairs holds both in one integer that the tiles of a row can maximise: the bits of the score, which is positive,
     above the column counted from the last, so that of equal scores the first wins.
@@ -42,8 +45,8 @@ def scores_kernel(
         sizes + image * tokens, alpha_tokens, beta_tokens, is_alpha, is_beta,
         channels, tau_sim, tau_info, tau_size, x_n, HAS_SIZES, POWER, A, B, CHUNK, PRECISION,
     )  # fmt: skip
-    where = (image * alphas + alpha_places[:, None]) * betas + beta_places[None, :]
-    tl.store(scores + where, score, mask=is_alpha[:, None] & is_beta[None, :])
+    where = (image * alphas + alpha_places[:, None]) * pitch + beta_places[None, :]
+    tl.store(scores + where, score, mask=is_alpha[:, None] & (beta_places < pitch)[None, :])
     top, column = best(score, beta_places, 1)
     bits = tl.maximum(top, 0.0).to(tl.int32, bitcast=True).to(tl.int64) << 32
     packed = bits + tl.maximum(betas - 1 - column, 0)
@@ -84,11 +87,11 @@ def leaving_kernel(
 
 @triton.jit
 def back_kernel(
-    scores, alpha_gone, strength, partner, alphas, betas, A: tl.constexpr, B: tl.constexpr
+    scores, alpha_gone, strength, partner, alphas, betas, pitch, A: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
     """The best pair of each beta token with an alpha token that stays, and whose it is: strength, partner (B Nb)."""
     image = tl.program_id(1).to(tl.int64)
-    scores += image * alphas * betas
+    scores += image * alphas * pitch
     beta_places = tl.program_id(0) * B + tl.arange(0, B)
     is_beta = beta_places < betas
     strongest = tl.full([B], float("-inf"), tl.float32)
@@ -96,8 +99,8 @@ def back_kernel(
     for first in range(0, alphas, A):
         places = first + tl.arange(0, A)
         stays = tl.load(alpha_gone + image * alphas + places, mask=places < alphas, other=1) == 0
-        where = places[:, None] * betas + beta_places[None, :]
-        score = tl.load(scores + where, mask=stays[:, None] & is_beta[None, :], other=float("-inf"))
+        where = places[:, None] * pitch + beta_places[None, :]
+        score = tl.load(scores + where, mask=stays[:, None] & (beta_places < pitch)[None, :], other=float("-inf"))
         top, place = best(score, places, 0)
         chosen = tl.where(top > strongest, place, chosen)
         strongest = tl.maximum(top, strongest)

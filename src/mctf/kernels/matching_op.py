@@ -19,7 +19,7 @@ _ALONE = 64  # a single image with more tokens on a side than this is faster by 
 MANY_PROGRAMS = 2048  # beyond, ranks by counting cost more than sorting
 _MOST_PROTECTED = 16
 _KEEPS_BUSY = 512  # tokens on a side whose pairs, in large tiles, are enough for a GPU
-_COUNTED, _COUNTED_AGAINST = 16, 512  # tokens whose rank a program counts, and against how many at a time
+_COUNTED, _COUNTED_AGAINST = 8, 512  # tokens whose rank a program counts, and against how many at a time
 
 
 def fits(tokens: int, protected: int) -> bool:
@@ -139,17 +139,17 @@ def _launch_one(work: _Work) -> Tensor:
 
 
 def _launch_scores(work: _Work, informativeness: Tensor) -> tuple[Tensor, Tensor]:
-    """Attraction of all pairs, B Na Nb, and the best of each alpha token with its partner, B Na, see the kernel."""
+    """Attraction of all pairs, B Na Nb or wider, and the best of each alpha token with its partner, B Na."""
     from .matching_large_triton import scores_kernel
 
     x, batch, (tokens, channels) = work.x, work.x.shape[0], work.x.shape[1:]
     alphas, betas = work.sides()
-    scores = x.new_empty((batch, alphas, betas), dtype=torch.float32)
+    scores = x.new_empty((batch, alphas, -(-betas // 16) * 16), dtype=torch.float32)
     pairs = x.new_zeros((batch, alphas), dtype=torch.int64)
     rows, columns, chunk = work.tile()
     launchable(scores_kernel)[(-(-alphas // rows), -(-betas // columns), batch)](
         *work.criteria(informativeness), scores, pairs,
-        tokens, channels, alphas, betas, work.protected, *work.taus(), *x.stride()[:2],
+        tokens, channels, alphas, betas, scores.shape[2], work.protected, *work.taus(), *x.stride()[:2],
         A=rows, B=columns, CHUNK=chunk, **work.flags(), num_warps=4, num_stages=3,
     )  # fmt: skip
     return scores, pairs
@@ -173,8 +173,8 @@ def _launch_many(work: _Work) -> Tensor:
     strength = x.new_empty((batch, betas), dtype=torch.float32)
     beta_partner = x.new_empty((batch, betas), dtype=torch.int32)
     if work.bidirectional:
-        launchable(back_kernel)[(-(-betas // 32), batch)](
-            scores, gone, strength, beta_partner, alphas, betas, A=128, B=32
+        launchable(back_kernel)[(-(-betas // 16), batch)](
+            scores, gone, strength, beta_partner, alphas, betas, scores.shape[2], A=256, B=16
         )
     launchable(slots_kernel)[(-(-tokens // _COUNTED), batch)](
         gone, alpha_partner, strength, beta_partner, leavers, work.slots,
