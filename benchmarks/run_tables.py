@@ -1,13 +1,15 @@
 """All tables of docs/performance.md in one go: `python benchmarks/run_tables.py FOLDER [NAME …]`.
 
 torch.compile takes minutes a table and uses the CPU; measuring takes seconds and needs the GPU for itself. So every
-table is a process of its own: they compile side by side, wait for each other, and then measure one after the other.
-FOLDER gets one JSON file and one text file a table; the names of tables choose some of them.
+table is a process of its own: they compile side by side, wait for each other, and then measure one after the other. One
+that still compiles when patience ends is given up: it would disturb the others. FOLDER gets one JSON file and one text
+file a table; the names of tables choose some of them.
 """
 
 import fcntl
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,42 +34,58 @@ TABLES = {
     "h200_vit_small_1024_batch4": "vit_small_patch16_224 --image-size 1024 -r 0.1 -m mctf_exact --batch 4",
     "h200_vit_small_1024_fast_batch4": "vit_small_patch16_224 --image-size 1024 -r fast -m mctf_exact --batch 4",
 }
-PATIENCE = 480  # seconds that finished compilers wait for the others
-GATE, EXPECTED = "MCTF_TABLES_GATE", "MCTF_TABLES_EXPECTED"
+PATIENCE = 420  # seconds that finished compilers wait for the others
+GATE, TABLE = "MCTF_TABLES_GATE", "MCTF_TABLES_TABLE"
 
 
 def measure_one_at_a_time() -> None:
-    """Make `mctf bench` of this process wait, compiled and warm, until it may have the GPU."""
+    """Make `mctf bench` of this process wait, compiled and warm, until it may have the machine."""
     from mctf.analysis import benchmark
 
     repeats = benchmark._repeats
 
     def wait_and_repeat(timing: object) -> int:
-        folder = Path(os.environ[GATE])
-        (folder / f"ready-{os.getpid()}").touch()
-        deadline = (folder / "began").stat().st_mtime + PATIENCE
-        while len(list(folder.glob("ready-*"))) < int(os.environ[EXPECTED]) and time.time() < deadline:
+        gate = Path(os.environ[GATE])
+        (gate / os.environ[TABLE]).touch()
+        while not (gate / "open").exists():
             time.sleep(0.5)
-        wait_and_repeat.lock = (folder / "lock").open("w")  # held until the process ends
+        wait_and_repeat.lock = (gate / "lock").open("w")  # held until the process ends
         fcntl.flock(wait_and_repeat.lock, fcntl.LOCK_EX)
         return repeats(timing)
 
     benchmark._repeats = wait_and_repeat
 
 
+def start(name: str, folder: Path, gate: Path) -> subprocess.Popen:
+    words = shlex.split(f"bench {TABLES[name]} {COMMON} --output {shlex.quote(str(folder / name))}.json")
+    surroundings = os.environ | {GATE: str(gate), TABLE: name, "TORCHINDUCTOR_COMPILE_THREADS": "6"}
+    with (folder / f"{name}.txt").open("w") as text:
+        return subprocess.Popen(
+            [sys.executable, __file__, "--", *words],
+            env=surroundings,
+            stdout=text,
+            stderr=text,
+            start_new_session=True,  # with its compilers, so that all can be stopped together
+        )
+
+
+def open_when_ready(running: dict[str, subprocess.Popen], gate: Path, deadline: float) -> None:
+    """Let the tables measure once all are compiled, or once patience ends and the others are given up."""
+    late = [name for name in running if not (gate / name).exists()]
+    if late and time.time() < deadline:
+        return
+    for name in late:
+        os.killpg(running[name].pid, signal.SIGKILL)
+        print(f"{name}: not compiled in {PATIENCE} s", flush=True)
+    (gate / "open").touch()
+
+
 def run_all(folder: Path, names: list[str]) -> int:
     """Start every table, report each as it ends; how many failed."""
     folder.mkdir(parents=True, exist_ok=True)
     gate = Path(tempfile.mkdtemp())
-    (gate / "began").touch()
-    surroundings = os.environ | {GATE: str(gate), EXPECTED: str(len(names)), "TORCHINDUCTOR_COMPILE_THREADS": "6"}
-    running = {}
-    for name in names:
-        words = shlex.split(f"bench {TABLES[name]} {COMMON} --output {shlex.quote(str(folder / name))}.json")
-        text = (folder / f"{name}.txt").open("w")
-        running[name] = subprocess.Popen(
-            [sys.executable, __file__, "--", *words], env=surroundings, stdout=text, stderr=text
-        )
+    deadline = time.time() + PATIENCE
+    running = {name: start(name, folder, gate) for name in names}
     failed = 0
     while running:
         time.sleep(0.5)
@@ -75,6 +93,8 @@ def run_all(folder: Path, names: list[str]) -> int:
             code = running.pop(name).returncode
             failed += code != 0
             print(f"{name}: {'done' if code == 0 else f'failed with {code}'}", flush=True)
+        if not (gate / "open").exists():
+            open_when_ready(running, gate, deadline)
     return failed
 
 

@@ -82,7 +82,7 @@ def test_intermediate_features_compile() -> None:
     model = mctf.fuse(make("registers", depth=2), r=REDUCTIONS)
     images = make_images(model, 2)
     compiled = torch.compile(model.forward_intermediates, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(images), model.forward_intermediates(images), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(compiled(images), model.forward_intermediates(images), atol=3e-5, rtol=3e-5)
 
 
 @torch.no_grad()

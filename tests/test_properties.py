@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mctf
+from mctf.core import attention
 from methods.naive import assert_r_0_is_plain
 from models import DEPTH, METHODS, NAMES, PAIRS, equal_tokens, family_of, make, make_images, run, tokens_of
 
@@ -176,3 +177,28 @@ def test_large_batches_are_looked_at_piece_by_piece(name: str, method: str, monk
     for piece in (1, 2 * 3 * tokens_of(model) ** 2):  # one image, two images
         monkeypatch.setattr("mctf.core.attention._CPU_PIECE", piece)
         torch.testing.assert_close(model(images), at_once, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["registers", "beit"])
+@torch.no_grad()
+def test_attention_that_was_kept_is_the_attention_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mctf.fuse(make(name).double(), r=12)
+    images = make_images(model, 3)
+    looks: list[attention.Look] = []
+    attend = attention.attend
+
+    def noted(*args: Any, look: attention.Look | None = None, **options: Any) -> Tensor:
+        looks.extend([] if look is None else [look])
+        return attend(*args, look=look, **options)
+
+    monkeypatch.setattr(attention, "attend", noted)
+    kept = model(images)
+    assert len(looks) > 0
+    assert all(look.pieces for look in looks)
+    looks.clear()
+    with torch.enable_grad():
+        torch.testing.assert_close(model(images), kept, atol=1e-9, rtol=1e-9)
+    monkeypatch.setattr(attention, "_KEPT", 0)
+    torch.testing.assert_close(model(images), kept, atol=1e-9, rtol=1e-9)
+    assert len(looks) > 0
+    assert not any(look.pieces for look in looks)

@@ -8,6 +8,7 @@ Axes: B images, H heads, N tokens, d channels a head.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,19 @@ from .criteria import at_least_float32
 # `informativeness` of 8 x 6 x 197 tokens took 4-5 ms by pieces of 2 MiB and 10-11 ms at once. Elsewhere 64 MiB do.
 _CPU_PIECE = 1 << 19
 _PIECE = 1 << 24
+_KEPT = 1 << 24  # elements of a map that a CPU may keep from looking to attending: 64 MiB
+
+
+@dataclass(frozen=True)
+class Look:
+    """What attention says of the tokens.
+
+    received: B G N, attention each token receives, in as many parts as were easiest to make; informativeness is their
+    sum. pieces: the attention itself, some images each, where that is cheaper to keep than to compute again.
+    """
+
+    received: Tensor
+    pieces: tuple[Tensor, ...] = ()
 
 
 def attend(
@@ -32,13 +46,17 @@ def attend(
     dropout: float = 0.0,
     spread: Assignment | None = None,
     bias: Tensor | None = None,
+    look: Look | None = None,
 ) -> Tensor:
     """softmax(q kT * scale + bias + log s) v with the heads joined again: B N (H d).
 
-    With `spread`, v has one row a slot (B H M d) and each key takes the value of its slot.
+    With `spread`, v has one row a slot (B H M d) and each key takes the value of its slot. look: at this attention.
     """
     if spread is not None:
         v = spread.spread(v.transpose(1, 2)).transpose(1, 2)
+    if look is not None and look.pieces and not dropout:
+        sizes_of_pieces = [piece.shape[0] for piece in look.pieces]
+        return torch.cat([_context(*pair) for pair in zip(look.pieces, v.split(sizes_of_pieces), strict=True)])
     added = added_bias(sizes, bias, q)
     context = F.scaled_dot_product_attention(q, k, v, attn_mask=added, dropout_p=dropout, scale=scale)
     return context.transpose(1, 2).flatten(2)
@@ -79,6 +97,22 @@ def informativeness(
     return torch.cat([received(full_map, rows) for full_map in _map_pieces(q, k, sizes, scale, bias)])
 
 
+def look_at(
+    q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, rows: str = "mean", bias: Tensor | None = None
+) -> Look:
+    """`informativeness`, and the attention where it is worth keeping: on a CPU, without gradient, if not large."""
+    if rows == "class" or not _keeps_map(q, k):
+        return Look(informativeness(q, k, sizes=sizes, scale=scale, rows=rows, bias=bias)[:, None])
+    pieces = tuple(_map_pieces(q, k, sizes, scale, bias))
+    return Look(torch.cat([received(full_map, rows) for full_map in pieces])[:, None], pieces)
+
+
+def _keeps_map(q: Tensor, k: Tensor) -> bool:
+    """Not in a graph, whose batch may vary."""
+    eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled())
+    return eager and q.device.type == "cpu" and q.shape[:3].numel() * k.shape[2] <= _KEPT
+
+
 def attend_and_look(
     q: Tensor,
     k: Tensor,
@@ -101,10 +135,15 @@ def attend_and_look(
     done = 0
     for full_map in _map_pieces(q, k, sizes, scale, bias):
         values = v[done : done + full_map.shape[0]]
-        contexts.append((full_map.to(v.dtype) @ values).transpose(1, 2).flatten(2))
+        contexts.append(_context(full_map, values))
         looks.append(received(full_map, rows))
         done += full_map.shape[0]  # not len(): it would fix the batch of an exported model
     return torch.cat(contexts), torch.cat(looks)
+
+
+def _context(full_map: Tensor, v: Tensor) -> Tensor:
+    """A map times values with the heads joined again: B N (H d)."""
+    return (full_map.to(v.dtype) @ v).transpose(1, 2).flatten(2)
 
 
 def _map_pieces(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float, bias: Tensor | None) -> Iterator[Tensor]:

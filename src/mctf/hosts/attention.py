@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import kernels
 from ..core import attention
 from ..core.assignment import Assignment
+from ..core.attention import Look
 
 
 class SoftmaxAttention:
@@ -30,22 +31,30 @@ class SoftmaxAttention:
         return None
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, spread: Assignment | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sizes: Tensor | None,
+        spread: Assignment | None = None,
+        look: Look | None = None,
     ) -> Tensor:
         known: dict[str, Any] = {
             "sizes": sizes,
             "scale": self.scale,
             "dropout": self.attention_dropout,
             "spread": spread,
+            "look": look,
         }
         if self.bias is None:
             return kernels.attend(q, k, v, **known)
         return attention.attend(q, k, v, **known, bias=self.bias)
 
-    def informativeness(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Tensor:
+    def look_at(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Look:
         if self.bias is None:
-            return kernels.informativeness(q, k, sizes=sizes, scale=self.scale, rows=rows)
-        return attention.informativeness(q, k, sizes=sizes, scale=self.scale, rows=rows, bias=self.bias)[:, None]
+            return kernels.look_at(q, k, sizes=sizes, scale=self.scale, rows=rows)
+        return attention.look_at(q, k, sizes=sizes, scale=self.scale, rows=rows, bias=self.bias)
 
     def attend_and_look(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str

@@ -13,6 +13,7 @@ from timm.models.cait import LayerScaleBlock, TalkingHeadAttn
 from torch import Tensor, nn
 
 from ..core.assignment import Assignment
+from ..core.attention import Look
 from ..core.cost import BlockShape
 from ..core.places import Places
 from ..core.talking import TalkingHeads
@@ -57,12 +58,19 @@ class CaitOps(GammaScaled):
         return TalkingHeads(before=attn.proj_l, after=attn.proj_w, dropped=attn.attn_drop, scale=attn.scale)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, spread: Assignment | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sizes: Tensor | None,
+        spread: Assignment | None = None,
+        look: Look | None = None,
     ) -> Tensor:
         return self.talking.attend(q, k, v, sizes=sizes, spread=spread)
 
-    def informativeness(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Tensor:
-        return self.talking.informativeness(q, k, sizes=sizes, rows=rows)[:, None]
+    def look_at(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Look:
+        return Look(self.talking.informativeness(q, k, sizes=sizes, rows=rows)[:, None])
 
     def attend_and_look(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str

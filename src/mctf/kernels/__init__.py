@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core import attention, criteria, matching
 from ..core.assignment import Assignment, joint_weights
+from ..core.attention import Look
 from . import attention_op, launch, matching_op, pooling_op
 from .launch import plain_operations
 
@@ -18,7 +19,7 @@ __all__ = [
     "attend_and_look",
     "fuse_both",
     "fuse_tokens",
-    "informativeness",
+    "look_at",
     "match",
     "plain_operations",
     "pool",
@@ -54,6 +55,7 @@ def attend(
     scale: float,
     dropout: float = 0.0,
     spread: Assignment | None = None,
+    look: Look | None = None,
 ) -> Tensor:
     """Proportional attention with joined heads, B N (H d); see `core.attention.attend`."""
     if _fast_attention(q, v, dropout) and (sizes is not None or spread is not None):
@@ -61,16 +63,16 @@ def attend(
         slots = None if spread is None else spread.slots
         members = spread.members() if train and spread is not None else (None, None)
         return attention_op.attention(q, k, v, sizes, slots, *members, scale, 0.0, 0.0, False, train)[0]
-    return attention.attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout, spread=spread)
+    return attention.attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout, spread=spread, look=look)
 
 
-@torch.no_grad()
-def informativeness(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, rows: str) -> Tensor:
-    """Attention each token receives, B G N, in parts whose sum is `core.attention.informativeness`."""
+def look_at(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, rows: str) -> Look:
+    """Attention each token receives; see `core.attention.look_at`."""
     if _fast_attention(q):
         weights = _ROW_WEIGHTS[rows]
-        return attention_op.attention(q, k, None, sizes, None, None, None, scale, *weights, True, False)[1]
-    return attention.informativeness(q, k, sizes=sizes, scale=scale, rows=rows)[:, None]
+        with torch.no_grad():
+            return Look(attention_op.attention(q, k, None, sizes, None, None, None, scale, *weights, True, False)[1])
+    return attention.look_at(q, k, sizes=sizes, scale=scale, rows=rows)
 
 
 def attend_and_look(
@@ -83,7 +85,7 @@ def attend_and_look(
         return attention_op.attention(q, k, v, sizes, None, None, None, scale, *weights, True, train)[:2]
     if fast(q):
         context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout)
-        return context, informativeness(q, k, sizes=sizes, scale=scale, rows=rows)
+        return context, look_at(q, k, sizes=sizes, scale=scale, rows=rows).received
     context, received = attention.attend_and_look(q, k, v, sizes=sizes, scale=scale, rows=rows, dropout=dropout)
     return context, received[:, None]
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, Self
 from torch import Tensor, nn
 
 from ..core.assignment import Assignment
+from ..core.attention import Look
 from ..core.cost import BlockShape, Cost
 from ..core.schedule import Entry, ReductionSpec, tokens_asked, tokens_to_fuse
 from ..errors import MctfError
@@ -38,20 +39,27 @@ class BlockOps(Protocol):
         """B N (H d) -> B H N d."""
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, spread: Assignment | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sizes: Tensor | None,
+        spread: Assignment | None = None,
+        look: Look | None = None,
     ) -> Tensor:
-        """The flat context; a key of size s counts s times. With `spread`, v has one row a slot."""
+        """The flat context; a key of size s counts s times. With `spread`, v has one row a slot.
 
-    def informativeness(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Tensor:
-        """Attention each token receives from all tokens ("mean"), the "class" token, or "both".
-
-        It comes in G parts, B G N, whose sum it is: as many as were easiest to make.
+        look: what `look_at` returned for the same q, k and sizes, which may save work.
         """
+
+    def look_at(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Look:
+        """Attention each token receives from all tokens ("mean"), the "class" token, or "both"."""
 
     def attend_and_look(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str
     ) -> tuple[Tensor, Tensor]:
-        """`attend` and `informativeness` of the same attention."""
+        """`attend`, and what `look_at` calls received, B G N."""
 
     def attention_map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:
         """The attention itself, B H N N, for the few methods that cannot do without."""

@@ -97,8 +97,8 @@ class MCTF(Method):
     def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         counted = self._counted(sizes)
         q, k = block.queries_keys(block.norm1(x))
-        received = block.informativeness(q, k, sizes=counted, rows=self.informativeness)
-        assignment, a = self._match(x, received, sizes, r, protected)
+        look = block.look_at(q, k, sizes=counted, rows=self.informativeness)
+        assignment, a = self._match(x, look.received, sizes, r, protected)
         x, new_sizes = self._fuse(x, a, sizes, assignment)
 
         h = block.norm1(x)
@@ -106,7 +106,7 @@ class MCTF(Method):
         if self.pooling == "max":
             context = _largest_rows(block.attention_map(q, k, sizes=counted), values, assignment)
         else:
-            context = block.attend(q, k, values, sizes=counted, spread=assignment)
+            context = block.attend(q, k, values, sizes=counted, spread=assignment, look=look)
             context, _ = self._fuse(context, a, sizes, assignment)
         x = block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
         return Step(x, new_sizes, assignment, self._weights(a, sizes), a)
@@ -123,8 +123,8 @@ class MCTF(Method):
 
     def _precise(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         q, k = block.queries_keys(block.norm1(x))
-        received = block.informativeness(q, k, sizes=self._counted(sizes), rows=self.informativeness)
-        return self._fused(block, x, received, sizes, r, protected, then_run=True)
+        look = block.look_at(q, k, sizes=self._counted(sizes), rows=self.informativeness)
+        return self._fused(block, x, look.received, sizes, r, protected, then_run=True)
 
     def _previous(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         h = block.norm1(x)
