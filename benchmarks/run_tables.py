@@ -34,7 +34,7 @@ TABLES = {
     "h200_vit_small_1024_batch4": "vit_small_patch16_224 --image-size 1024 -r 0.1 -m mctf_exact --batch 4",
     "h200_vit_small_1024_fast_batch4": "vit_small_patch16_224 --image-size 1024 -r fast -m mctf_exact --batch 4",
 }
-PATIENCE = 420  # seconds that finished compilers wait for the others
+PATIENCE = 420  # seconds that all tables have to compile
 GATE, TABLE = "MCTF_TABLES_GATE", "MCTF_TABLES_TABLE"
 
 
@@ -42,12 +42,14 @@ def measure_one_at_a_time() -> None:
     """Make `mctf bench` of this process wait, compiled and warm, until it may have the machine."""
     from mctf.analysis import benchmark
 
-    repeats = benchmark._repeats
+    repeats, parent = benchmark._repeats, os.getppid()
 
     def wait_and_repeat(timing: object) -> int:
         gate = Path(os.environ[GATE])
         (gate / os.environ[TABLE]).touch()
         while not (gate / "open").exists():
+            if os.getppid() != parent:
+                sys.exit("the program that started this table is gone")
             time.sleep(0.5)
         wait_and_repeat.lock = (gate / "lock").open("w")  # held until the process ends
         fcntl.flock(wait_and_repeat.lock, fcntl.LOCK_EX)
@@ -59,6 +61,7 @@ def measure_one_at_a_time() -> None:
 def start(name: str, folder: Path, gate: Path) -> subprocess.Popen:
     words = shlex.split(f"bench {TABLES[name]} {COMMON} --output {shlex.quote(str(folder / name))}.json")
     surroundings = os.environ | {GATE: str(gate), TABLE: name, "TORCHINDUCTOR_COMPILE_THREADS": "6"}
+    (folder / f"{name}.json").unlink(missing_ok=True)  # of an earlier run
     with (folder / f"{name}.txt").open("w") as text:
         return subprocess.Popen(
             [sys.executable, __file__, "--", *words],
@@ -86,6 +89,15 @@ def run_all(folder: Path, names: list[str]) -> int:
     gate = Path(tempfile.mkdtemp())
     deadline = time.time() + PATIENCE
     running = {name: start(name, folder, gate) for name in names}
+    try:
+        return _watch(running, gate, deadline)
+    finally:
+        for process in running.values():
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _watch(running: dict[str, subprocess.Popen], gate: Path, deadline: float) -> int:
+    """Report tables, and take them off the list, as they end; how many failed."""
     failed = 0
     while running:
         time.sleep(0.5)

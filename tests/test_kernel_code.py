@@ -11,7 +11,8 @@ from mctf.core.criteria import Criteria
 from mctf.kernels import attention_backward_op, attention_op, launch, matching_op, pooling_op
 
 pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None or launch.INTERPRETED, reason="needs Triton's compiler, not its interpreter"
+    find_spec("triton") is None or launch.INTERPRETED or not launch.wanted,
+    reason="needs kernels, and Triton's compiler, not its interpreter",
 )
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
 
@@ -70,7 +71,14 @@ def test_attention(tokens, proportional, compiled):
     assert compiled == (long if tokens > 256 else ["attention_kernel"])
 
 
-@pytest.mark.parametrize("tokens", [40, 300])
+@pytest.mark.parametrize("tokens", [40, 150, 300])
+def test_a_look_alone(tokens, compiled):
+    q, k, _ = heads(tokens)
+    kernels.look_at(q, k, sizes=torch.ones(1, tokens), scale=0.2, rows="mean")
+    assert len(compiled) == 1 + (tokens > 256)
+
+
+@pytest.mark.parametrize("tokens", [40, 150, 300])
 def test_attention_with_spread_values_and_gradients(tokens, compiled):
     q, k, v = heads(tokens, requires_grad=True)
     spread = Assignment(torch.arange(tokens)[None] // 2, tokens // 2)
@@ -82,10 +90,10 @@ def test_attention_with_spread_values_and_gradients(tokens, compiled):
 
 @pytest.mark.parametrize("proportional", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tokens", [40, 300])
-def test_matching(tokens, dtype, proportional, compiled):
-    x, received = torch.zeros(2, tokens, 32, dtype=dtype), torch.zeros(2, 2, tokens)
-    sizes, taus = (torch.ones(2, tokens), Criteria()) if proportional else (None, Criteria(tau_sim=2.0))
+@pytest.mark.parametrize(("batch", "tokens"), [(2, 40), (2, 300), (1, 300)])
+def test_matching(batch, tokens, dtype, proportional, compiled):
+    x, received = torch.zeros(batch, tokens, 32, dtype=dtype), torch.zeros(batch, 2, tokens)
+    sizes, taus = (torch.ones(batch, tokens), Criteria()) if proportional else (None, Criteria(tau_sim=2.0))
     kernels.match(x, received, sizes, taus, r=8, protected=1, bidirectional=proportional)
     many = ["scores_kernel", "leaving_kernel", "back_kernel", "slots_kernel", "members_kernel"]
     if not proportional:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mctf import kernels
-from mctf.core.assignment import Assignment
+from mctf.core.assignment import Assignment, joint_weights
 from mctf.kernels import pooling_op
 
 from .conftest import distance, poisoned
@@ -85,12 +85,15 @@ def test_slots_without_members_are_0(device, few_slots):
 
 
 @pytest.mark.parametrize("by_size", [True, False])
-def test_gradients(fusion, by_size):
+@pytest.mark.parametrize("given", ["weights and sizes", "weights", "sizes"])
+def test_gradients(fusion, given, by_size):
     assignment, x, y, weights, sizes = fusion
+    weights, sizes = (weights if "weights" in given else None, sizes if "sizes" in given else None)
     found = [tensor.clone().requires_grad_() for tensor in (x, y)]
     expected = [tensor.clone().requires_grad_() for tensor in (x, y)]
     x_mean, y_mean, _ = kernels.fuse_both(*found, weights, sizes, assignment, by_size=by_size)
-    joint = weights * sizes if by_size else weights
+    ones = torch.ones(2, 50, device=x.device)
+    joint = joint_weights(weights, ones if sizes is None else sizes, by_size)
     (x_mean.sin().sum() + y_mean.cos().sum()).backward()
     (assignment.pool(expected[0], joint).sin().sum() + assignment.pool(expected[1], joint).cos().sum()).backward()
     for ours, theirs in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Attention over fused tokens, and what it says of their importance, without keeping an N x N map.
+"""Attention over fused tokens, and what it says of their importance, without an N x N map of any size to speak of.
 
 `sizes` (B N, float32) makes attention proportional: log s is added to every key's logits, so that a token standing
 for s others counts s times. None means plain attention. `bias` (H N N or B H N N) is added to the logits as well,
@@ -98,19 +98,35 @@ def informativeness(
 
 
 def look_at(
-    q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, rows: str = "mean", bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    *,
+    sizes: Tensor | None,
+    scale: float,
+    rows: str = "mean",
+    bias: Tensor | None = None,
+    keep: bool = False,
 ) -> Look:
-    """`informativeness`, and the attention where it is worth keeping: on a CPU, without gradient, if not large."""
-    if rows == "class" or not _keeps_map(q, k):
+    """`informativeness`, and with `keep` the attention, where it is cheaper to keep than to compute again."""
+    if rows == "class" or not (keep and _map_is_worth_keeping(q, k)):
         return Look(informativeness(q, k, sizes=sizes, scale=scale, rows=rows, bias=bias)[:, None])
-    pieces = tuple(_map_pieces(q, k, sizes, scale, bias))
-    return Look(torch.cat([received(full_map, rows) for full_map in pieces])[:, None], pieces)
+    pieces, looks = [], []
+    for full_map in _map_pieces(q, k, sizes, scale, bias):
+        pieces.append(full_map)
+        looks.append(received(full_map, rows))
+    return Look(torch.cat(looks)[:, None], tuple(pieces))
 
 
-def _keeps_map(q: Tensor, k: Tensor) -> bool:
-    """Not in a graph, whose batch may vary."""
-    eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled())
-    return eager and q.device.type == "cpu" and q.shape[:3].numel() * k.shape[2] <= _KEPT
+def _map_is_worth_keeping(q: Tensor, k: Tensor) -> bool:
+    """On a CPU, without gradient, while it is not large; not in a graph, whose batch may vary.
+
+    Nor in float16, whose products are slow, nor under autocast, which would make the map itself coarse.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled():
+        return False
+    if q.device.type != "cpu" or q.dtype == torch.float16 or torch.is_autocast_enabled("cpu"):
+        return False
+    return q.shape[:3].numel() * k.shape[2] <= _KEPT
 
 
 def attend_and_look(

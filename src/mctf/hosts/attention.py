@@ -51,10 +51,11 @@ class SoftmaxAttention:
             return kernels.attend(q, k, v, **known)
         return attention.attend(q, k, v, **known, bias=self.bias)
 
-    def look_at(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Look:
+    def look_at(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str, keep: bool = False) -> Look:
+        known: dict[str, Any] = {"sizes": sizes, "scale": self.scale, "rows": rows, "keep": keep}
         if self.bias is None:
-            return kernels.look_at(q, k, sizes=sizes, scale=self.scale, rows=rows)
-        return attention.look_at(q, k, sizes=sizes, scale=self.scale, rows=rows, bias=self.bias)
+            return kernels.look_at(q, k, **known)
+        return attention.look_at(q, k, **known, bias=self.bias)
 
     def attend_and_look(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str

@@ -69,7 +69,7 @@ class CaitOps(GammaScaled):
     ) -> Tensor:
         return self.talking.attend(q, k, v, sizes=sizes, spread=spread)
 
-    def look_at(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Look:
+    def look_at(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str, keep: bool = False) -> Look:
         return Look(self.talking.informativeness(q, k, sizes=sizes, rows=rows)[:, None])
 
     def attend_and_look(

@@ -66,13 +66,13 @@ def attend(
     return attention.attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout, spread=spread, look=look)
 
 
-def look_at(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, rows: str) -> Look:
+def look_at(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, rows: str, keep: bool = False) -> Look:
     """Attention each token receives; see `core.attention.look_at`."""
     if _fast_attention(q):
         weights = _ROW_WEIGHTS[rows]
         with torch.no_grad():
             return Look(attention_op.attention(q, k, None, sizes, None, None, None, scale, *weights, True, False)[1])
-    return attention.look_at(q, k, sizes=sizes, scale=scale, rows=rows)
+    return attention.look_at(q, k, sizes=sizes, scale=scale, rows=rows, keep=keep)
 
 
 def attend_and_look(
@@ -133,7 +133,7 @@ def fuse_tokens(
     if fast(x):
         x, _, totals = pooling_op.pool(x, None, weights, sizes, by_size, assignment.slots, *assignment.members())
         return x, totals
-    joint, counts = _plain_weights(weights, sizes, assignment, by_size)
+    joint, counts = _plain_weights(weights, sizes, x, by_size)
     return assignment.pool(x, joint), assignment.total(counts)
 
 
@@ -143,13 +143,11 @@ def fuse_both(
     """`fuse_tokens` of two tensors alike: their means and the sizes of the slots."""
     if fast(x) and fast(y):
         return pooling_op.pool(x, y, weights, sizes, by_size, assignment.slots, *assignment.members())
-    joint, counts = _plain_weights(weights, sizes, assignment, by_size)
+    joint, counts = _plain_weights(weights, sizes, x, by_size)
     return assignment.pool(x, joint), assignment.pool(y, joint), assignment.total(counts)
 
 
-def _plain_weights(
-    weights: Tensor | None, sizes: Tensor | None, assignment: Assignment, by_size: bool
-) -> tuple[Tensor, Tensor]:
-    """How much each token counts in its slot, and how many it stands for: both B N."""
-    counts = torch.ones_like(assignment.slots, dtype=torch.float32) if sizes is None else sizes
+def _plain_weights(weights: Tensor | None, sizes: Tensor | None, x: Tensor, by_size: bool) -> tuple[Tensor, Tensor]:
+    """How much each token of x counts in its slot, and how many it stands for: both B N."""
+    counts = criteria.at_least_float32(torch.ones_like(x[..., 0])) if sizes is None else sizes
     return joint_weights(weights, counts, by_size), counts

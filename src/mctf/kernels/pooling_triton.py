@@ -56,8 +56,8 @@ def pooling_kernel(
     mass = 0.0
     size = 0.0
     # weights are taken relative to the first member's: a token alone in its slot then comes out unchanged
-    leader = tl.load(order + begin, mask=begin < end, other=0)
-    there = leader >= 0
+    there = begin < end
+    leader = tl.load(order + begin, mask=there, other=0)
     first = _joint_weight(weights, _size(sizes, leader, there, HAS_SIZES), leader, there, HAS_WEIGHTS, BY_SIZE)
     first = tl.where(first == 0.0, 1.0, first)  # tokens that were dropped count for nothing in their slot
     for member in range(begin, end, MEMBERS):

@@ -53,8 +53,11 @@ class BlockOps(Protocol):
         look: what `look_at` returned for the same q, k and sizes, which may save work.
         """
 
-    def look_at(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Look:
-        """Attention each token receives from all tokens ("mean"), the "class" token, or "both"."""
+    def look_at(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str, keep: bool = False) -> Look:
+        """Attention each token receives from all tokens ("mean"), the "class" token, or "both".
+
+        keep: whether `attend` will be called with this look.
+        """
 
     def attend_and_look(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str

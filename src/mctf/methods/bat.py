@@ -88,8 +88,8 @@ class BAT(Attentive):
     def reduce(self, x: Tensor, a: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
         assignment = self._assign(x, a, turn)
         weights = a.clamp_min(TINY)
-        counts = torch.ones_like(a) if sizes is None else sizes
-        return Step(kernels.pool(x, weights, assignment), assignment.total(counts), assignment, weights)
+        x, sizes = kernels.fuse_tokens(x, weights, sizes, assignment, by_size=False)
+        return Step(x, sizes, assignment, weights)
 
     @torch.no_grad()
     def _assign(self, x: Tensor, a: Tensor, turn: Turn) -> Assignment:

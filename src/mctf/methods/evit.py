@@ -55,10 +55,9 @@ class EViT(Attentive):
             return Step(x.gather(1, kept), None, assignment, (place < left).float())
         weights = a.clamp_min(TINY)
         mass = weights.where(place >= left - 1, 0).sum(dim=1)
-        x = kernels.pool(x, weights, assignment)
+        x, sizes = kernels.fuse_tokens(x, weights, sizes, assignment, by_size=False)
         fused = (x[:, -1] * mass[:, None]).to(x.dtype)  # pooling divides by the mass
-        counts = torch.ones_like(a) if sizes is None else sizes
-        return Step(torch.cat([x[:, :-1], fused[:, None]], dim=1), assignment.total(counts), assignment, weights)
+        return Step(torch.cat([x[:, :-1], fused[:, None]], dim=1), sizes, assignment, weights)
 
 
 def _places_by_rank(a: Tensor, protected: int) -> Tensor:

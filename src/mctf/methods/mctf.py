@@ -97,7 +97,7 @@ class MCTF(Method):
     def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
         counted = self._counted(sizes)
         q, k = block.queries_keys(block.norm1(x))
-        look = block.look_at(q, k, sizes=counted, rows=self.informativeness)
+        look = block.look_at(q, k, sizes=counted, rows=self.informativeness, keep=self.pooling != "max")
         assignment, a = self._match(x, look.received, sizes, r, protected)
         x, new_sizes = self._fuse(x, a, sizes, assignment)
 
@@ -193,7 +193,7 @@ class MCTF(Method):
         run_match = unprotected_product(tokens, protected, shape.channels)
         reading = shape.norm(tokens) + shape.queries_keys(tokens)
         full = shape.map(tokens, tokens)
-        # before attending, the plain implementation looks at the map, or at its first row, in a pass of its own
+        # before attending there is a look at the map, or at its first row, in a pass of its own; a CPU may save it
         look = shape.map(1 if self.informativeness == "class" else tokens, tokens)
         if self.attention == "precise":
             rest = reading + shape.plain(left)
