@@ -111,5 +111,6 @@ def test_pooling(few_slots, weighted, sized, by_size, compiled, monkeypatch):
     assignment = Assignment(torch.arange(40).expand(2, -1) // 2, 20)
     given = (ones if weighted else None, ones if sized else None, assignment)
     kernels.fuse_both(x, x, *given, by_size=by_size)
-    kernels.fuse_tokens(x, *given, by_size=by_size)
-    assert compiled == ["pooling_kernel"] * 2
+    pooled, _ = kernels.fuse_tokens(x.requires_grad_(), *given, by_size=by_size)
+    pooled.sum().backward()
+    assert compiled == ["pooling_kernel", "pooling_kernel", "sum_kernel"]

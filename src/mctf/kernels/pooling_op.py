@@ -63,9 +63,8 @@ def _outputs(x: Tensor, y: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor
 
 
 def _keep_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    _, y, weights, sizes, by_size, slots, _, start = inputs
-    ctx.save_for_backward(weights, sizes if by_size else None, slots)  # type: ignore[arg-type]
-    ctx.count = start.shape[1] - 1  # type: ignore[attr-defined]
+    _, y, weights, sizes, by_size, *members = inputs
+    ctx.save_for_backward(weights, sizes if by_size else None, *members)  # type: ignore[arg-type]
     ctx.has_y = y is not None  # type: ignore[attr-defined]
 
 
@@ -73,11 +72,12 @@ def _backward(
     ctx: torch.autograd.function.FunctionCtx, x_grad: Tensor, y_grad: Tensor, _sizes_grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Each token gets its share of its slot's gradient; weights and sizes carry none."""
-    weights, sizes, slots = ctx.saved_tensors  # type: ignore[attr-defined]
-    assignment = Assignment(slots, ctx.count)  # type: ignore[attr-defined]
+    weights, sizes, slots, order, start = ctx.saved_tensors  # type: ignore[attr-defined]
+    assignment = Assignment(slots, start.shape[1] - 1)
     counts = torch.ones_like(slots, dtype=torch.float32) if sizes is None else sizes
     joint = joint_weights(weights, counts, True)
-    share = (joint / assignment.spread(assignment.total(joint)))[..., None]
+    mass = add_up(joint[..., None], order, start)  # in a fixed order, so that equal inputs give equal gradients
+    share = joint[..., None] / assignment.spread(mass)
     to_x = (assignment.spread(x_grad) * share).to(x_grad.dtype)
     to_y = (assignment.spread(y_grad) * share).to(y_grad.dtype) if ctx.has_y else None  # type: ignore[attr-defined]
     return to_x, to_y, *[None] * 6
