@@ -1,4 +1,4 @@
-"""Attention over fused tokens, and what it says of their importance, without an N x N map of any size to speak of.
+"""Attention over fused tokens, and what it says of their importance, by pieces of its N x N map where it needs one.
 
 `sizes` (B N, float32) makes attention proportional: log s is added to every key's logits, so that a token standing
 for s others counts s times. None means plain attention. `bias` (H N N or B H N N) is added to the logits as well,

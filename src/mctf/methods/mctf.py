@@ -177,12 +177,12 @@ class MCTF(Method):
 
     def _weights(self, a: Tensor, sizes: Tensor | None) -> Tensor:
         """How much each token counts in its slot, B N."""
-        return joint_weights(self._factor(a), torch.ones_like(a) if sizes is None else sizes, self._by_size)
+        return joint_weights(self._factor(a), _counts(a, sizes), self._by_size)
 
     def _fuse(self, x: Tensor, a: Tensor, sizes: Tensor | None, assignment: Assignment) -> tuple[Tensor, Tensor]:
         """Tokens and sizes of the slots."""
         if self.pooling == "max":
-            return assignment.largest(x), assignment.total(torch.ones_like(a) if sizes is None else sizes)
+            return assignment.largest(x), assignment.total(_counts(a, sizes))
         return kernels.fuse_tokens(x, self._factor(a), sizes, assignment, by_size=self._by_size)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
@@ -221,6 +221,11 @@ class MCTFExact(MCTF):
 
     name: ClassVar[str] = "mctf_exact"
     summary: ClassVar[str] = "MCTF that attends before it fuses: nothing approximated, one pass over q and k"
+
+
+def _counts(a: Tensor, sizes: Tensor | None) -> Tensor:
+    """How many tokens each stands for, B N."""
+    return torch.ones_like(a) if sizes is None else sizes
 
 
 def _largest_rows(full_map: Tensor, values: Tensor, assignment: Assignment) -> Tensor:
