@@ -26,6 +26,9 @@ TABLES = {
     "h200_deit_small_fast": "deit_small_patch16_224 -r fast -m mctf_exact,mctf --batch 256",
     "h200_deit_base_fast": "deit_base_patch16_224 -r fast -m mctf_exact --batch 256",
     "h200_deit_small_training": "deit_small_patch16_224 -r 16 -m mctf_exact,mctf --batch 256 --training",
+    "h200_deit_small_training_graphs": (
+        "deit_small_patch16_224 -r 16 -m mctf_exact,mctf --batch 256 --training --mode reduce-overhead"
+    ),
     "h200_deit_base_384_fast_batch64": "deit_base_patch16_384 -r fast -m mctf_exact --batch 64",
     "h200_deit_base_384_fast_batch1": "deit_base_patch16_384 -r fast -m mctf_exact --batch 1 --mode reduce-overhead",
     "h200_deit_small_fast_batch1": "deit_small_patch16_224 -r fast -m mctf_exact --batch 1 --mode reduce-overhead",

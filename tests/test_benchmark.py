@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import mctf
 from command_line import Command
 from mctf.analysis import benchmark
-from mctf.analysis.benchmark import CEILING, PLAIN, Contest, Result, verdicts
+from mctf.analysis.benchmark import Contest
+from mctf.analysis.benchmark_results import CEILING, PLAIN, Result, verdicts
 from mctf.analysis.comparison import DISTURBED
+from mctf.analysis.throughput import timed
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def result(name: str, milliseconds: float, speedup: float) -> Result:
-    return Result(name, 16, 8, milliseconds, 0.0, 1.0, speedup, 1.0, None, None)
+    return Result(name, 16, 8, milliseconds, 0.0, 1.0, speedup, 1.0, None, None, None)
 
 
 def test_every_contender_is_measured(bench: Command, tmp_path: Path) -> None:
@@ -106,6 +108,21 @@ def test_verdicts_say_so_when_fusing_does_not_pay() -> None:
         "mctf r=16 does not pay here: 0.83 times the plain model's speed",
         "tome r=16: 1.67x, 20% slower than dropping for nothing",
     ]
+
+
+def test_verdicts_name_those_whose_gpu_waits_for_the_host() -> None:
+    busy, waiting = result("mctf", 6, 1.67), result("mctf_exact", 5, 2.0)
+    results = [replace(busy, launch_milliseconds=3.0), replace(waiting, launch_milliseconds=4.9)]
+    assert "mctf_exact; --compile --mode reduce-overhead" in verdicts(results)[-1]
+    assert "GPU" not in "".join(verdicts([busy, replace(waiting, launch_milliseconds=2.0)]))
+
+
+def test_launching_ends_before_the_work_does() -> None:
+    assert benchmark._launching(lambda: None, torch.device("cpu")) is None
+    if torch.cuda.is_available():
+        x = torch.randn(4096, 4096, device="cuda")
+        _, taken = timed(lambda: x @ x @ x @ x, x.device)
+        assert benchmark._launching(lambda: x @ x @ x @ x, x.device) < taken * 1e3
 
 
 def test_verdicts_warn_of_unsteady_rounds() -> None:

@@ -184,6 +184,8 @@ def test_operators_keep_their_promises(device):
     operands = (*constants, sizes, assignment.slots, out, normaliser, torch.randn_like(out), 0.25)
     opcheck(attention_backward_op.attention_backward, operands, **checks)
     opcheck(pooling_op.add_up, (out, order, start), **checks)
+    pooled = (out.requires_grad_(), None, None, sizes, True, assignment.slots, order, start, True)
+    opcheck(pooling_op.pool, pooled, **checks)
 
 
 def model_gradients(model, images):

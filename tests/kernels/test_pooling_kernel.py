@@ -5,6 +5,7 @@ import torch
 
 from mctf import kernels
 from mctf.core.assignment import Assignment, joint_weights
+from mctf.errors import MctfError
 from mctf.kernels import pooling_op
 
 from .conftest import distance, poisoned
@@ -98,3 +99,17 @@ def test_gradients(fusion, given, by_size):
     (assignment.pool(expected[0], joint).sin().sum() + assignment.pool(expected[1], joint).cos().sum()).backward()
     for ours, theirs in zip(found, expected, strict=True):
         assert distance(ours.grad, theirs.grad) < 1e-5
+
+
+def test_a_slot_of_tokens_that_count_for_nothing_passes_no_gradient(device, few_slots):
+    assignment = Assignment(torch.tensor([[0, 0, 1, 1]], device=device), 2)
+    x = torch.randn(1, 4, 5, device=device, requires_grad=True)
+    kernels.pool(x, torch.tensor([[0.0, 0.0, 1.0, 3.0]], device=device), assignment).sum().backward()
+    expected = torch.tensor([0.0, 0.0, 0.25, 0.75], device=device)
+    torch.testing.assert_close(x.grad, expected[None, :, None].expand(1, 4, 5))
+
+
+def test_gradients_must_be_announced(fusion):
+    assignment, x, *_ = fusion
+    with pytest.raises(MctfError, match="train=True"):
+        pooling_op.pool(x.requires_grad_(), None, None, None, False, assignment.slots, *assignment.members(), False)

@@ -7,9 +7,11 @@ model, the second what matching and pooling cost.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,11 +24,11 @@ from ..kernels import plain_operations
 from ..kernels.patches import PatchProduct
 from ..methods import make_method
 from ..models.sharing import copy_sharing_weights
-from .comparison import DISTURBED, STEADY, Timing, measure
+from .benchmark_results import CEILING, PLAIN, Result
+from .comparison import Timing, measure
 from .plan import plan
+from .throughput import synchronize
 
-PLAIN = "plain"
-CEILING = "free_drop"
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 _CHECKED_IMAGES = 4
 
@@ -42,22 +44,6 @@ class Contest:
     compiled: str | None = None  # None for eager, else the mode of torch.compile
     rounds: int = 7
     training: torch.dtype | None = None  # forward and backward under autocast to this dtype; None for forward alone
-
-
-@dataclass(frozen=True)
-class Result:
-    """One contender: medians over rounds, spread as a share of the median, memory in MiB where known."""
-
-    name: str
-    r: ReductionSpec
-    batch: int
-    milliseconds: float
-    spread: float
-    images_per_second: float
-    speedup: float
-    gflops: float
-    peak_mib: float | None
-    difference: float | None
 
 
 def benchmark(model: nn.Module, contest: Contest, *, tick: Callable[[], object] = lambda: None) -> tuple[Result, ...]:
@@ -88,9 +74,10 @@ def _benchmark(model: nn.Module, contest: Contest, tick: Callable[[], object]) -
         if name != PLAIN and not name.startswith(CEILING)
     }
     passes = {name: partial(run, images) for name, run in runs.items()}
-    peaks = {}
+    seen: dict[str, dict[str, float | None]] = {}
     for name, once in passes.items():
-        peaks[name] = _peak(once, weight.device, training=contest.training is not None)
+        with torch.inference_mode(contest.training is None):
+            seen[name] = {"difference": differences.get(name), "peak_mib": _peak(once, weight.device)}
         tick()
     timing = partial(measure, device=weight.device, gradient=contest.training is not None)
     repeats = _repeats(timing({PLAIN: passes[PLAIN]}, rounds=3, warmup=1)[PLAIN])
@@ -100,9 +87,11 @@ def _benchmark(model: nn.Module, contest: Contest, tick: Callable[[], object]) -
         settle=True,
         after_round=tick,
     )
+    for name, once in passes.items():
+        with torch.inference_mode(contest.training is None):
+            seen[name]["launch_milliseconds"] = _launching(once, weight.device)
     return tuple(
-        _result(name, seconds, times[PLAIN], repeats, contest, model, peaks[name], differences.get(name))
-        for name, seconds in times.items()
+        _result(name, seconds, times[PLAIN], repeats, contest, model, **seen[name]) for name, seconds in times.items()
     )
 
 
@@ -170,18 +159,31 @@ def _repeat(once: Callable[[], object], repeats: int) -> None:
         once()
 
 
-def _peak(once: Callable[[], object], device: torch.device, *, training: bool) -> float | None:
+def _peak(once: Callable[[], object], device: torch.device) -> float | None:
     """MiB at the peak of a pass, weights and images included; warms the model up as well."""
-    with torch.inference_mode(not training):
-        for _ in range(3):
-            once()
-        if device.type != "cuda":
-            return None
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(3):
         once()
-        torch.cuda.synchronize(device)
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    once()
+    torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) / 2**20
+
+
+def _launching(once: Callable[[], object], device: torch.device) -> float | None:
+    """Milliseconds until a pass is queued on an idle device, not done: the median of a few; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    seconds = []
+    for _ in range(9):
+        synchronize(device)
+        start = time.perf_counter()
+        once()
+        seconds.append(time.perf_counter() - start)
+    synchronize(device)
+    return median(seconds) * 1e3
 
 
 def _result(
@@ -191,8 +193,7 @@ def _result(
     repeats: int,
     contest: Contest,
     model: nn.Module,
-    peak: float | None,
-    difference: float | None,
+    **seen: float | None,
 ) -> Result:
     method = name.partition(",")[0]
     r: ReductionSpec = 0 if name == PLAIN else contest.r
@@ -207,26 +208,5 @@ def _result(
         images_per_second=contest.batch / seconds,
         speedup=timing.speedup_over(plain),
         gflops=made.gflops,
-        peak_mib=peak,
-        difference=difference,
+        **seen,
     )
-
-
-def verdicts(results: Sequence[Result]) -> list[str]:
-    """For every fused contender that it does not pay, or its distance to the ceiling; and whether to trust all this."""
-    ceiling = next((each for each in results if each.name == CEILING), None)
-    lines = []
-    for each in results:
-        if each.name == PLAIN or each.name.startswith(CEILING):
-            continue
-        if each.speedup < 1:
-            lines.append(f"{each.name} r={each.r} does not pay here: {each.speedup:.2f} times the plain model's speed")
-        elif ceiling is not None:
-            behind = each.milliseconds / ceiling.milliseconds - 1
-            side = "slower" if behind >= 0 else "faster"  # ToMe also fuses in the first block
-            lines.append(
-                f"{each.name} r={each.r}: {each.speedup:.2f}x, {abs(behind):.0%} {side} than dropping for nothing"
-            )
-    if any(each.spread > STEADY for each in results):
-        lines.append(DISTURBED)
-    return lines

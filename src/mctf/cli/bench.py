@@ -27,7 +27,8 @@ from .writing import check_writable, give_json
 if TYPE_CHECKING:
     from torch import device as Device
 
-    from ..analysis.benchmark import Contest, Result
+    from ..analysis.benchmark import Contest
+    from ..analysis.benchmark_results import Result
 
 
 @click.command(
@@ -142,7 +143,7 @@ class _Benchmarking:
         )
 
     def _table(self, name: str, model: Any, contest: "Contest") -> _Table:
-        from ..analysis.benchmark import verdicts
+        from ..analysis.benchmark_results import verdicts
         from ..analysis.environment import describe_device
 
         device = describe_device(next(model.parameters()).device)

@@ -6,7 +6,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from ..analysis.benchmark import Result
+from ..analysis.benchmark_results import Result
 from ..analysis.contest import Outcome, Standing
 from ..analysis.evaluate import Row
 from ..core.schedule import ReductionSpec

@@ -119,7 +119,7 @@ def match(
 def pool(x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
     """Weighted mean over each slot, B N C -> B M C; see `Assignment.pool`."""
     if fast(x):
-        return pooling_op.pool(x, None, weights, None, False, assignment.slots, *assignment.members())[0]
+        return _pool(x, None, weights, None, assignment, by_size=False)[0]
     return assignment.pool(x, weights)
 
 
@@ -131,7 +131,7 @@ def fuse_tokens(
     A token counts by its weight and, `by_size`, as often as it stands for others. Without weights or sizes all are 1.
     """
     if fast(x):
-        x, _, totals = pooling_op.pool(x, None, weights, sizes, by_size, assignment.slots, *assignment.members())
+        x, _, totals = _pool(x, None, weights, sizes, assignment, by_size=by_size)
         return x, totals
     joint, counts = _plain_weights(weights, sizes, x, by_size)
     return assignment.pool(x, joint), assignment.total(counts)
@@ -142,9 +142,20 @@ def fuse_both(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fuse_tokens` of two tensors alike: their means and the sizes of the slots."""
     if fast(x) and fast(y):
-        return pooling_op.pool(x, y, weights, sizes, by_size, assignment.slots, *assignment.members())
+        return _pool(x, y, weights, sizes, assignment, by_size=by_size)
     joint, counts = _plain_weights(weights, sizes, x, by_size)
     return assignment.pool(x, joint), assignment.pool(y, joint), assignment.total(counts)
+
+
+def _pool(
+    x: Tensor, y: Tensor | None, weights: Tensor | None, sizes: Tensor | None, assignment: Assignment, *, by_size: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By the kernel: means of x and of y, if given, and the sizes of the slots."""
+    train = _training(x) or (y is not None and _training(y))
+    x_mean, y_mean, totals, _ = pooling_op.pool(
+        x, y, weights, sizes, by_size, assignment.slots, *assignment.members(), train
+    )
+    return x_mean, y_mean, totals
 
 
 def _plain_weights(weights: Tensor | None, sizes: Tensor | None, x: Tensor, by_size: bool) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,7 @@ class _Work(NamedTuple):
         return {
             "HAS_SIZES": self.sizes is not None,
             "POWER": self.tau_sim != 1,
-            "PRECISION": "ieee" if exact else "tf32",
+            "PRECISION": "tf32x3" if exact else "tf32",  # float32 by three products on the tensor cores
         }
 
 
@@ -133,7 +133,8 @@ def _launch_one(work: _Work) -> Tensor:
         tokens, channels, work.sides()[0], work.r, work.forth, work.protected, *work.taus(), *work.x.stride()[:2],
         BIDIRECTIONAL=work.bidirectional, PARTS=work.received.shape[1], SIDE=side, PROTECTED=_MOST_PROTECTED,
         CHUNK=32 if work.x.element_size() == 4 else 64, **work.flags(),
-        num_warps=8 if side == 64 else 4,  # of 2 to 16; of 128 tokens, more have more to exchange than to count
+        # of 2 to 16; of 128 tokens, more have more to exchange than to count, but float32 needs their registers
+        num_warps=8 if side == 64 or work.x.element_size() == 4 else 4,
     )  # fmt: skip
     return informativeness
 

@@ -31,15 +31,15 @@ def _joint_weight(weights, size, token, has, HAS_WEIGHTS: tl.constexpr, BY_SIZE:
 
 @triton.jit
 def pooling_kernel(
-    x, y, weights, sizes, order, start, x_out, y_out, sizes_out,
+    x, y, weights, sizes, order, start, x_out, y_out, sizes_out, masses_out,
     tokens, count, x_channels, y_channels, x_b, x_n, y_b, y_n,
     HAS_Y: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_SIZES: tl.constexpr, BY_SIZE: tl.constexpr,
-    MEMBERS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
+    TRAIN: tl.constexpr, MEMBERS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
 ):  # fmt: skip
     """x_out[s] = sum of w_i x_i / sum of w_i over the tokens of slot s; y_out likewise; sizes_out[s] = sum of sizes.
 
-    w_i is a token's weight, times its size BY_SIZE; 1 for what is not there. A program takes X channels of x and Y of
-    y, and MEMBERS tokens at a time.
+    w_i is a token's weight, times its size BY_SIZE; 1 for what is not there. To TRAIN, masses_out[s] = sum of w_i.
+    A program takes X channels of x and Y of y, and MEMBERS tokens at a time.
     """
     image = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0)
@@ -84,6 +84,8 @@ def pooling_kernel(
         y_mean = (y_sum / mass).to(y_out.dtype.element_ty)
         tl.store(y_out + place * y_channels + y_column, y_mean, mask=y_column < y_channels)
     tl.store(sizes_out + place, size, mask=tl.program_id(2) == 0)
+    if TRAIN:
+        tl.store(masses_out + place, mass * first, mask=tl.program_id(2) == 0)
 
 
 @triton.jit
