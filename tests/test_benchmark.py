@@ -117,6 +117,12 @@ def test_verdicts_name_those_whose_gpu_waits_for_the_host() -> None:
     assert "GPU" not in "".join(verdicts([busy, replace(waiting, launch_milliseconds=2.0)]))
 
 
+def test_only_some_modes_replay_graphs() -> None:
+    modes = {None: False, "default": False, "reduce-overhead": True, "max-autotune": True}
+    for mode, replays in modes.items():
+        assert Contest(("mctf",), 8, 1, (64, 64), compiled=mode).replays_graphs == replays
+
+
 def test_launching_ends_before_the_work_does() -> None:
     assert benchmark._launching(lambda: None, torch.device("cpu")) is None
     if torch.cuda.is_available():
