@@ -6,6 +6,7 @@ that still compiles when patience ends is given up: it would disturb the others.
 file a table; the names of tables choose some of them.
 """
 
+import argparse
 import fcntl
 import os
 import shlex
@@ -121,4 +122,10 @@ if __name__ == "__main__":
         measure_one_at_a_time()
         main()
     else:
-        sys.exit(run_all(Path(sys.argv[1]), sys.argv[2:] or list(TABLES)))
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("folder", type=Path, metavar="FOLDER")
+        parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TABLES))
+        asked = parser.parse_args()
+        if unknown := sorted(set(asked.names) - set(TABLES)):
+            parser.error(f"no such table: {', '.join(unknown)}; there are {', '.join(TABLES)}")
+        sys.exit(run_all(asked.folder, asked.names or list(TABLES)))

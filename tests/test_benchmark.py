@@ -67,6 +67,8 @@ def test_the_table_is_for_people(bench: Command) -> None:
         (["test_vit", "-r", "x"], "r='x' is not a number"),
         (["resnet18"], "ResNet cannot be fused"),
         (["test_vit", "-m", "ats", "--compile"], "ats keeps as many tokens as each image needs"),
+        (["test_vit", "--compile", "--mode", "reduce-overheat"], "did you mean 'reduce-overhead'?"),
+        (["test_vit", "--mode", "reduce-overhead"], "add --compile"),
         (["test_vit", "--output", "no/such/folder.json"], "there is no folder"),
     ],
     ids=str,

@@ -82,7 +82,8 @@ def test_intermediate_features_compile() -> None:
     model = mctf.fuse(make("registers", depth=2), r=REDUCTIONS)
     images = make_images(model, 2)
     compiled = torch.compile(model.forward_intermediates, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(images), model.forward_intermediates(images), atol=3e-5, rtol=3e-5)
+    expected = model.forward_intermediates(images)  # by attention that was kept, where the graph attends anew
+    torch.testing.assert_close(compiled(images), expected, atol=3e-5, rtol=3e-5)
 
 
 @torch.no_grad()

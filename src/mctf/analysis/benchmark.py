@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..api import fuse
 from ..core.schedule import ReductionSpec
-from ..errors import MctfError
+from ..errors import MctfError, did_you_mean
 from ..kernels import plain_operations
 from ..kernels.patches import PatchProduct
 from ..methods import make_method
@@ -44,6 +44,10 @@ class Contest:
     compiled: str | None = None  # None for eager, else the mode of torch.compile
     rounds: int = 7
     training: torch.dtype | None = None  # forward and backward under autocast to this dtype; None for forward alone
+
+    def __post_init__(self) -> None:
+        if self.compiled is not None and self.compiled not in (modes := torch._inductor.list_mode_options()):
+            raise MctfError(f"{self.compiled!r} is no mode of torch.compile: {did_you_mean(self.compiled, modes)}")
 
     @property
     def replays_graphs(self) -> bool:

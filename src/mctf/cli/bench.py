@@ -114,6 +114,8 @@ class _Benchmarking:
         from ..hosts import find_host
         from ..models.loading import create
 
+        if self.mode != "default" and not self.compiled:
+            raise MctfError(f"--mode {self.mode} is of torch.compile: add --compile")
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         device, size = self.device, parse_image_size(self.image_size)

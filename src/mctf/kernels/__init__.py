@@ -107,8 +107,7 @@ def match(
     """
     if fast(x) and matching_op.fits(x.shape[1], protected):
         temperatures = (float(taus.tau_sim), float(taus.tau_info), float(taus.tau_size))
-        *found, a = matching_op.match(x, received, sizes, r, protected, *temperatures, bidirectional)
-        slots, order, start = found
+        slots, order, start, a = matching_op.match(x, received, sizes, r, protected, *temperatures, bidirectional)
         return Assignment(slots, x.shape[1] - r, order, start), a
     a = criteria.total_received(received)
     scores = criteria.attraction(x, a, sizes, taus, protected=protected)
@@ -151,7 +150,7 @@ def _pool(
     x: Tensor, y: Tensor | None, weights: Tensor | None, sizes: Tensor | None, assignment: Assignment, *, by_size: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By the kernel: means of x and of y, if given, and the sizes of the slots."""
-    train = _training(x) or (y is not None and _training(y))
+    train = _training(x) if y is None else _training(x, y)
     x_mean, y_mean, totals, _ = pooling_op.pool(
         x, y, weights, sizes, by_size, assignment.slots, *assignment.members(), train
     )
