@@ -13,8 +13,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from mctf.cli.writing import write_text
-from mctf.report.plots import Line, Panel, draw, write_plot
+from mctf.cli.output import write_text
+from mctf.viz.plots import Line, Panel, draw, write_plot
 
 LABELS = {
     "base": "base, off the shelf",

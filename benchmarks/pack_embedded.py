@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from mctf._utils import write_bytes
 from mctf.errors import MctfError
+from mctf.models.class_names import CLASSES
 from mctf.models.embedded import WEIGHTS
 from mctf.models.loading import create, load_model
-from mctf.tiny_imagenet import CLASSES
-from mctf.writing import write_bytes
 
 DATA = "Tiny-ImageNet-200, research data: images of ImageNet, whose owners keep their rights"
 IMAGES = 64

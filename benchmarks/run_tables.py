@@ -44,7 +44,7 @@ GATE, TABLE = "MCTF_TABLES_GATE", "MCTF_TABLES_TABLE"
 
 def measure_one_at_a_time() -> None:
     """Make `mctf bench` of this process wait, compiled and warm, until it may have the machine."""
-    from mctf.analysis import benchmark
+    from mctf.evaluation import benchmark
 
     repeats, parent = benchmark._repeats, os.getppid()
 

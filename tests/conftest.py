@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 torch.set_num_threads(1)  # the suite runs in two processes: more threads would only wait for each other
 
 # helpers that assert: a failure shows the values, as it does in a test
-pytest.register_assert_rewrite("refusals", "methods.dropping", "methods.learned", "methods.naive")
+pytest.register_assert_rewrite("helpers")
 
 # Models are slow to draw and examples share them, so neither is a health problem; the same examples every time.
 settings.register_profile(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mctf
-from models import CHOSEN, METHODS, make, make_images, run
+from helpers.models import CHOSEN, METHODS, make, make_images, run
 
 every_method = pytest.mark.parametrize("method", METHODS)
 REDUCTIONS = [4, 6]  # of two blocks: compiling is slow

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import mctf
-from families.hf import MLP, SIZES, build
-from models import METHODS, NAMES, PAIRS, family_of, make, make_images, tokens_of
-from refusals import assert_refused
-from test_flops import EXACT, counted
+from helpers.families.hf import MLP, SIZES, build
+from helpers.flops import EXACT, counted
+from helpers.models import METHODS, NAMES, PAIRS, family_of, make, make_images, tokens_of
+from helpers.refusals import assert_refused
 
 every_method = pytest.mark.parametrize("method", mctf.methods())
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import mctf
-from shared_data import SHARED, needs_shared
+from helpers.shared_data import SHARED, needs_shared
 
 GOLDEN = "golden/deit_tiny.npz"
 WEIGHTS = "data/deit_tiny_patch16_224.safetensors"

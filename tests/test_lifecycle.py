@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mctf
-from models import METHODS, PAIRS, by_pickle, family_of, make, make_images, run
+from helpers.models import METHODS, PAIRS, by_pickle, family_of, make, make_images, run
 
 every_pair = pytest.mark.parametrize(("name", "method"), PAIRS)
 every_method = pytest.mark.parametrize("method", METHODS)

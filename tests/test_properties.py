@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mctf
+from helpers.models import DEPTH, METHODS, NAMES, PAIRS, equal_tokens, family_of, make, make_images, run, tokens_of
+from helpers.naive import assert_r_0_is_plain
 from mctf.core import attention
-from methods.naive import assert_r_0_is_plain
-from models import DEPTH, METHODS, NAMES, PAIRS, equal_tokens, family_of, make, make_images, run, tokens_of
 
 entries = st.one_of(st.integers(0, 40), st.floats(0, 0.6))
 reductions = st.one_of(entries, st.lists(entries, min_size=DEPTH, max_size=DEPTH))

@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import mctf
-from models import METHODS, make, make_images
+from helpers.models import METHODS, make, make_images
 
 
 @pytest.fixture(autouse=True)

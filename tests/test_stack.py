@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import mctf
-from models import METHODS, make, make_images
+from helpers.models import METHODS, make, make_images
 
 every_method = pytest.mark.parametrize("method", METHODS)
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from .models.registration import register_with_timm
 
 if TYPE_CHECKING:
-    from .analysis.plan import Plan, plan
     from .api import fuse, set_r, unfuse
     from .errors import MctfError
     from .hosts import register_host
     from .methods import methods
+    from .planning import Plan, plan
     from .tracing import Trace, trace
 
 __version__ = "0.1.0"
@@ -27,10 +27,10 @@ __all__ = ["MctfError", "Plan", "Trace", "fuse", "methods", "plan", "register_ho
 
 _HOMES = {
     "MctfError": "errors",
-    "Plan": "analysis.plan",
+    "Plan": "planning",
     "Trace": "tracing",
     "fuse": "api",
-    "plan": "analysis.plan",
+    "plan": "planning",
     "register_host": "hosts",
     "set_r": "api",
     "trace": "tracing",

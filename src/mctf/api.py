@@ -7,9 +7,9 @@ from torch import nn
 from .core.schedule import ReductionSpec, make_schedule, read_blocks
 from .errors import MctfError
 from .hosts import find_host
-from .hosts.common import check_model
-from .learned import LAYERS, make_layers
+from .hosts._inspect import check_model
 from .methods import make_method
+from .methods._layers import LAYERS, make_layers
 from .methods.base import check_switches
 from .stack import FusedStack
 

@@ -8,13 +8,13 @@ import torch
 from torch.library import opcheck
 
 import mctf
+from helpers.kernels import FLOATS, FLOOR, distance, inputs, poisoned
 from mctf import MctfError, kernels
 from mctf.core import attention
 from mctf.core.assignment import Assignment
-from mctf.kernels import attention_backward_op, attention_op, plain_operations, pooling_op
-
-from .conftest import FLOATS, distance, poisoned
-from .test_attention_kernel import FLOOR, inputs
+from mctf.kernels import attention as attention_ops
+from mctf.kernels import plain_operations
+from mctf.kernels import pooling as pooling_ops
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SHAPES = [(1, 1, 197, 64), (2, 2, 31, 32), (1, 2, 100, 24), (1, 1, 150, 80), (1, 1, 300, 16)]
@@ -22,7 +22,7 @@ SHAPES = [(1, 1, 197, 64), (2, 2, 31, 32), (1, 2, 100, 24), (1, 1, 150, 80), (1,
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    for module in (attention_op, attention_backward_op):
+    for module in (attention_ops, attention_ops):
         monkeypatch.setattr(module, "_outputs", poisoned(module._outputs))
 
 
@@ -70,8 +70,8 @@ def test_gradients(shape, proportional, spread, dtype, device):
 
 def test_a_wrong_gradient_is_noticed(monkeypatch, device):
     q, k, v, sizes = inputs(1, 1, 31, 16, dtype=torch.float32, device=device)
-    honest = attention_op.attention_backward
-    monkeypatch.setattr(attention_op, "attention_backward", lambda *args: [1.0001 * grad for grad in honest(*args)])
+    honest = attention_ops.attention_backward
+    monkeypatch.setattr(attention_ops, "attention_backward", lambda *args: [1.0001 * grad for grad in honest(*args)])
     with pytest.raises(AssertionError, match="gradient of q"):
         assert_as_near_as_pytorch((q, k, v), torch.randn(1, 31, 16, device=device), sizes=sizes, scale=0.25)
 
@@ -158,14 +158,14 @@ def test_queries_that_autocast_left_in_float32(device):
 def test_gradients_must_be_announced(device):
     q, k, v, _ = inputs(1, 1, 20, 16, dtype=torch.float32, device=device)
     with pytest.raises(MctfError, match="train=True"):
-        attention_op.attention(q.requires_grad_(), k, v, None, None, None, None, 0.25, 0.0, 0.0, False, False)
+        attention_ops.attention(q.requires_grad_(), k, v, None, None, None, None, 0.25, 0.0, 0.0, False, False)
 
 
 def test_sums_over_slots(device):
     assignment = fusion(2, 50, device)
     for dtype in FLOATS:
         x = torch.randn(2, 50, 24, device=device).to(dtype)
-        found = pooling_op.add_up(x, *assignment.members())
+        found = pooling_ops.add_up(x, *assignment.members())
         torch.testing.assert_close(found, assignment.sum(x.double()).to(dtype))
 
 
@@ -178,14 +178,14 @@ def test_operators_keep_their_promises(device):
     values = v[:, :, : assignment.count].contiguous()
     leaves = [tensor.requires_grad_() for tensor in (q, k, values)]
     arguments = (sizes, assignment.slots, order, start, 0.25, 1.0, 0.0, True, True)
-    opcheck(attention_op.attention, (*leaves, *arguments), **checks)
+    opcheck(attention_ops.attention, (*leaves, *arguments), **checks)
     constants = [tensor.detach() for tensor in leaves]
-    out, _, normaliser = attention_op.attention(*constants, *arguments)
+    out, _, normaliser = attention_ops.attention(*constants, *arguments)
     operands = (*constants, sizes, assignment.slots, out, normaliser, torch.randn_like(out), 0.25)
-    opcheck(attention_backward_op.attention_backward, operands, **checks)
-    opcheck(pooling_op.add_up, (out, order, start), **checks)
+    opcheck(attention_ops.attention_backward, operands, **checks)
+    opcheck(pooling_ops.add_up, (out, order, start), **checks)
     pooled = (out.requires_grad_(), None, None, sizes, True, assignment.slots, order, start, True)
-    opcheck(pooling_op.pool, pooled, **checks)
+    opcheck(pooling_ops.pool, pooled, **checks)
 
 
 def model_gradients(model, images):

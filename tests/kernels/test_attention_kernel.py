@@ -5,27 +5,16 @@ from functools import partial
 import pytest
 import torch
 
+from helpers.kernels import FLOATS, FLOOR, distance, inputs, poisoned
 from mctf import kernels
 from mctf.core import attention
 from mctf.core.assignment import Assignment
-from mctf.kernels import attention_op
-
-from .conftest import FLOATS, distance, poisoned
-
-FLOOR = {torch.float32: 2e-6, torch.float16: 3e-4, torch.bfloat16: 3e-3}  # what rounding the result alone may cost
-
-
-def inputs(batch, heads, tokens, channels, *, dtype, device, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    qkv = torch.randn(batch, tokens, 3, heads, channels, generator=generator).to(device, dtype)
-    sizes = torch.randint(1, 9, (batch, tokens), generator=generator).float().to(device)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # strided as a qkv product leaves them
-    return 2 * q, k, v, sizes
+from mctf.kernels import attention as attention_ops
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    monkeypatch.setattr(attention_op, "_outputs", poisoned(attention_op._outputs))
+    monkeypatch.setattr(attention_ops, "_outputs", poisoned(attention_ops._outputs))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -80,9 +69,9 @@ def test_few_heads_are_cut_smaller(dtype, device, monkeypatch):
     q, k, v, sizes = inputs(1, 2, 100, 32, dtype=dtype, device=device)
     options = {"sizes": sizes, "scale": 32**-0.5, "rows": "both"}
     whole = kernels.attend_and_look(q, k, v, **options)
-    monkeypatch.setattr(attention_op, "_FEW_HEADS", 3)
+    monkeypatch.setattr(attention_ops, "_FEW_HEADS", 3)
     launches = []
-    monkeypatch.setattr(attention_op, "_launch_long", partial(_noted, attention_op._launch_long, launches))
+    monkeypatch.setattr(attention_ops, "_launch_long", partial(_noted, attention_ops._launch_long, launches))
     cut = kernels.attend_and_look(q, k, v, **options)
     assert launches
     for one, other in zip(whole, cut, strict=True):
@@ -118,14 +107,14 @@ def test_nobody_attends_to_keys_of_size_0_however_large_their_logits(tokens, gap
 @pytest.mark.parametrize("channels", [32, 64, 128])
 def test_tiles_of_long_sequences_fit_every_gpu(batch, tokens, channels, dtype):
     q = torch.empty(batch, 12, tokens, channels, dtype=dtype, device="meta")
-    rows, keys, stages = attention_op._long_tiles(q)
+    rows, keys, stages = attention_ops._long_tiles(q)
     numbers = channels * (rows + 2 * keys * stages)
     assert numbers * q.element_size() <= 99 << 10 or dtype == torch.float32
 
 
 @pytest.mark.parametrize(("tokens", "tiles"), [(1, (16, 0)), (100, (128, 0)), (129, (128, 64)), (256, (128, 128))])
 def test_key_tiles_cover_the_tokens(tokens, tiles):
-    assert attention_op.key_tiles(tokens) == tiles
+    assert attention_ops.key_tiles(tokens) == tiles
     assert sum(tiles) >= tokens
 
 
@@ -143,7 +132,7 @@ def test_key_tiles_cover_the_tokens(tokens, tiles):
     ids=str,
 )
 def test_what_a_gpu_can_hold(monkeypatch, shape, dtype, shared, one_pass, fits):
-    monkeypatch.setattr(attention_op, "_shared_memory", lambda _: shared)
+    monkeypatch.setattr(attention_ops, "_shared_memory", lambda _: shared)
     q = torch.empty(shape, dtype=dtype)
-    assert attention_op.fits(q) == fits
-    assert not fits or attention_op._fits_one_pass(q) == one_pass
+    assert attention_ops.fits(q) == fits
+    assert not fits or attention_ops._fits_one_pass(q) == one_pass

@@ -5,8 +5,8 @@ import timm
 import torch
 
 import mctf
+from mctf.hosts.patch_embed import PatchProduct
 from mctf.kernels import plain_operations
-from mctf.kernels.patches import PatchProduct
 
 
 @pytest.fixture

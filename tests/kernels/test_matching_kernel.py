@@ -3,11 +3,10 @@
 import pytest
 import torch
 
+from helpers.kernels import poisoned
 from mctf import kernels
-from mctf.core import criteria, matching
-from mctf.kernels import matching_op
-
-from .conftest import poisoned
+from mctf.core import matching
+from mctf.kernels import matching as matching_ops
 
 CASES = [
     (2, 37, 48, 1, 7),
@@ -24,10 +23,10 @@ LARGE = [(2, 300, 40, 1, 91), (1, 577, 64, 1, 201), (1, 262, 16, 2, 1), (1, 260,
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    monkeypatch.setattr(matching_op, "_outputs", poisoned(matching_op._outputs))
+    monkeypatch.setattr(matching_ops, "_outputs", poisoned(matching_ops._outputs))
 
 
-@pytest.mark.parametrize("taus", [criteria.Criteria(), criteria.Criteria(2.0, 0.0, 0.1)])
+@pytest.mark.parametrize("taus", [matching.Criteria(), matching.Criteria(2.0, 0.0, 0.1)])
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("case", CASES)
@@ -38,7 +37,7 @@ def test_slots_and_members(case, sized, bidirectional, taus, device):
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("case", LARGE)
 def test_slots_and_members_of_many_tokens(case, bidirectional, device):
-    taus = criteria.Criteria() if bidirectional else criteria.Criteria(2.0, 0.0, 0.1)
+    taus = matching.Criteria() if bidirectional else matching.Criteria(2.0, 0.0, 0.1)
     check_slots_and_members(case, bidirectional, bidirectional, taus, device)
 
 
@@ -53,7 +52,7 @@ def check_slots_and_members(case, sized, bidirectional, taus, device):
     expected_a = received.double().sum(dim=1)
     torch.testing.assert_close(a.double(), expected_a, rtol=1e-6, atol=0)
     wide = None if sizes is None else sizes.double()
-    scores = criteria.attraction(x.double(), expected_a, wide, taus, protected=protected)
+    scores = matching.attraction(x.double(), expected_a, wide, taus, protected=protected)
     by = matching.match_bidirectional if bidirectional else matching.match_one_way
     expected = by(scores, r, protected=protected)
     assert torch.equal(found.slots, expected.slots)
@@ -68,8 +67,8 @@ def check_slots_and_members(case, sized, bidirectional, taus, device):
 def test_equal_scores_fall_by_index(tokens, device):
     x = torch.ones(1, tokens, 8, device=device)
     a = torch.full((1, tokens), 0.05, device=device)
-    found, _ = kernels.match(x, a[:, None], None, criteria.Criteria(), r=6, protected=1, bidirectional=True)
-    scores = criteria.attraction(x, a, None, criteria.Criteria(), protected=1)
+    found, _ = kernels.match(x, a[:, None], None, matching.Criteria(), r=6, protected=1, bidirectional=True)
+    scores = matching.attraction(x, a, None, matching.Criteria(), protected=1)
     assert torch.equal(found.slots, matching.match_bidirectional(scores, 6, protected=1).slots)
 
 
@@ -80,11 +79,11 @@ def test_one_program_and_many_match_alike(batch, tokens, channels, protected, r,
     x = torch.randn(batch, tokens, channels, generator=generator).to(device)
     received = torch.rand(batch, 2, tokens, generator=generator).to(device)
     found = []
-    for side in (matching_op.ONE_PROGRAM, 0):
-        monkeypatch.setattr(matching_op, "_ALONE", side)
-        monkeypatch.setattr(matching_op, "ONE_PROGRAM", side)
+    for side in (matching_ops.ONE_PROGRAM, 0):
+        monkeypatch.setattr(matching_ops, "_ALONE", side)
+        monkeypatch.setattr(matching_ops, "ONE_PROGRAM", side)
         arguments = {"r": r, "protected": protected, "bidirectional": bidirectional}
-        found.append(kernels.match(x, received, None, criteria.Criteria(), **arguments))
+        found.append(kernels.match(x, received, None, matching.Criteria(), **arguments))
     (one, one_a), (many, many_a) = found
     assert torch.equal(one.slots, many.slots)
     assert torch.equal(one.start, many.start)
@@ -99,10 +98,10 @@ MANY = ["scores_kernel", "leaving_kernel", "back_kernel", "slots_kernel", "membe
 )
 def test_a_single_image_takes_many_programs(batch, tokens, launches, device, monkeypatch):
     seen = []
-    plain = matching_op.launchable
-    monkeypatch.setattr(matching_op, "launchable", lambda kernel: seen.append(kernel.__name__) or plain(kernel))
+    plain = matching_ops.launchable
+    monkeypatch.setattr(matching_ops, "launchable", lambda kernel: seen.append(kernel.__name__) or plain(kernel))
     x, received = torch.randn(batch, tokens, 16, device=device), torch.rand(batch, 1, tokens, device=device)
-    kernels.match(x, received, None, criteria.Criteria(), r=16, protected=1, bidirectional=True)
+    kernels.match(x, received, None, matching.Criteria(), r=16, protected=1, bidirectional=True)
     assert seen == launches
 
 
@@ -112,9 +111,9 @@ def test_pairs_without_any_attraction_still_have_partners(tokens, protected, dev
     x = torch.ones(2, tokens, 4, device=device)
     x[:, 1::2] *= -1  # a cosine of -1, whose square is less than a float32 can hold
     a = torch.full((2, tokens), 0.05, device=device)
-    taus = criteria.Criteria(tau_sim=2.0)
+    taus = matching.Criteria(tau_sim=2.0)
     found, _ = kernels.match(x, a[:, None], None, taus, r=6, protected=protected, bidirectional=True)
-    scores = criteria.attraction(x, a, None, taus, protected=protected)
+    scores = matching.attraction(x, a, None, taus, protected=protected)
     assert torch.equal(found.slots, matching.match_bidirectional(scores, 6, protected=protected).slots)
     assert torch.equal(found.start, found.members()[1])
     assert torch.equal(found.order.sort(dim=1).values, torch.arange(tokens, device=device).expand(2, -1).int())
@@ -126,9 +125,9 @@ def test_lengths_far_apart(device):
     a = torch.full((2, 24), 0.04, device=device)
     sizes = torch.ones(2, 24, device=device)
     sizes[:, 20:] = 0  # padding, which counts for nothing where sizes are no criterion
-    taus = criteria.Criteria(1.0, 0.05, 0.0)
+    taus = matching.Criteria(1.0, 0.05, 0.0)
     found, _ = kernels.match(x, a[:, None], sizes, taus, r=8, protected=0, bidirectional=True)
-    scores = criteria.attraction(x.double(), a.double(), sizes.double(), taus, protected=0)
+    scores = matching.attraction(x.double(), a.double(), sizes.double(), taus, protected=0)
     assert torch.equal(found.slots, matching.match_bidirectional(scores, 8, protected=0).slots)
 
 
@@ -139,7 +138,7 @@ def test_tokens_that_are_not_numbers_still_get_a_slot_each(tokens, bidirectional
     x[0, 5:11] = float("nan")
     x[1] = float("nan")
     received = torch.rand(2, 4, tokens, device=device)
-    found, _ = kernels.match(x, received, None, criteria.Criteria(), r=9, protected=1, bidirectional=bidirectional)
+    found, _ = kernels.match(x, received, None, matching.Criteria(), r=9, protected=1, bidirectional=bidirectional)
     assert torch.equal(found.order.sort(dim=1).values, torch.arange(tokens, device=device).expand(2, -1).int())
     assert ((found.slots >= 0) & (found.slots < tokens - 9)).all()
 
@@ -148,8 +147,8 @@ def test_tokens_that_are_not_numbers_still_get_a_slot_each(tokens, bidirectional
 def test_a_token_nobody_attends_to_still_counts_for_something(tokens, device):
     x, received = torch.randn(2, tokens, 8, device=device), torch.rand(2, 2, tokens, device=device)
     received[:, :, [0, 4]] = 0
-    _, a = kernels.match(x, received, None, criteria.Criteria(), r=4, protected=1, bidirectional=True)
-    assert torch.equal(a, criteria.total_received(received))
+    _, a = kernels.match(x, received, None, matching.Criteria(), r=4, protected=1, bidirectional=True)
+    assert torch.equal(a, matching.total_received(received))
     assert (a[:, [0, 4]] > 0).all()
 
 
@@ -157,4 +156,4 @@ def test_a_token_nobody_attends_to_still_counts_for_something(tokens, device):
     ("tokens", "protected", "fits"), [(4097, 1, True), (4098, 1, False), (60, 17, False), (2, 1, False)]
 )
 def test_what_does_not_fit_is_left_to_plain_matching(tokens, protected, fits):
-    assert matching_op.fits(tokens, protected) == fits
+    assert matching_ops.fits(tokens, protected) == fits

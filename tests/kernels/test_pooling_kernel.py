@@ -3,17 +3,16 @@
 import pytest
 import torch
 
+from helpers.kernels import distance, poisoned
 from mctf import kernels
 from mctf.core.assignment import Assignment, joint_weights
 from mctf.errors import MctfError
-from mctf.kernels import pooling_op
-
-from .conftest import distance, poisoned
+from mctf.kernels import pooling as pooling_ops
 
 
 @pytest.fixture(params=[0, 800], ids=["as of many slots", "as of few slots"])
 def few_slots(request, monkeypatch):
-    monkeypatch.setattr(pooling_op, "_FEW_SLOTS", request.param)
+    monkeypatch.setattr(pooling_ops, "_FEW_SLOTS", request.param)
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def fusion(device, few_slots):
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.float16, 4e-4), (torch.bfloat16, 3e-3)])
 def test_both_tensors_and_sizes(fusion, dtype, near, monkeypatch):
-    monkeypatch.setattr(pooling_op, "_outputs", poisoned(pooling_op._outputs))
+    monkeypatch.setattr(pooling_ops, "_outputs", poisoned(pooling_ops._outputs))
     assignment, x, y, weights, sizes = fusion
     x, y = x.to(dtype), y.to(dtype)
     x_mean, y_mean, totals = kernels.fuse_both(x, y, weights, sizes, assignment, by_size=True)
@@ -112,4 +111,4 @@ def test_a_slot_of_tokens_that_count_for_nothing_passes_no_gradient(device, few_
 def test_gradients_must_be_announced(fusion):
     assignment, x, *_ = fusion
     with pytest.raises(MctfError, match="train=True"):
-        pooling_op.pool(x.requires_grad_(), None, None, None, False, assignment.slots, *assignment.members(), False)
+        pooling_ops.pool(x.requires_grad_(), None, None, None, False, assignment.slots, *assignment.members(), False)

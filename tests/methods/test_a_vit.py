@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import mctf
-import reference
+from helpers import reference
+from helpers.models import DEPTH, NAMES, family_of, make, make_images, run, tokens_of
+from helpers.naive import PLAIN, TOLERANCE
+from helpers.reference import Tokens
 from mctf import MctfError
 from mctf.api import fused_stack
 from mctf.methods.a_vit import prior_divergence
-from mctf.train.branches import run_branch
-from methods.naive import PLAIN, TOLERANCE
-from models import DEPTH, NAMES, family_of, make, make_images, run, tokens_of
-from reference import Tokens
+from mctf.train.two_branch import run_branch
 
 GAMMA, BETA = 3.0, 2.0  # at these the first channels of the tiny models halt tokens after every block
 

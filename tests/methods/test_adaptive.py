@@ -9,12 +9,12 @@ from torch import nn
 from torch._dynamo.exc import Unsupported
 
 import mctf
-from mctf.analysis.measured import mean_tokens
-from methods.naive import assert_images_do_not_meet, assert_r_0_is_plain
-from models import by_pickle, family_of, make, make_images, run, tokens_of
-from test_flops import EXACT, counted
+from helpers.flops import EXACT, counted
+from helpers.models import by_pickle, family_of, make, make_images, run, tokens_of
+from helpers.naive import assert_images_do_not_meet, assert_r_0_is_plain
+from mctf.evaluation.adaptive_flops import mean_tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore::mctf.learned.UntrainedWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::mctf.methods._layers.UntrainedWarning")
 METHODS: list[tuple[str, dict[str, Any]]] = [("ats", {}), ("a_vit", {"gamma": 3.0, "beta": 2.0}), ("ia_red2", {})]
 every_method = pytest.mark.parametrize(("method", "options"), METHODS, ids=lambda each: each if each else "")
 every_model = pytest.mark.parametrize("name", ["registers", "mean_pool_prefix", "eva02", "beit"])

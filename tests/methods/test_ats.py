@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 import mctf
-import reference
-from mctf import MctfError
-from mctf.methods.ats import sample
-from methods.dropping import assert_as_unpadded, dropped, run_each
-from methods.naive import (
+from helpers import reference
+from helpers.dropping import assert_as_unpadded, dropped, run_each
+from helpers.models import NAMES, family_of, make, make_images
+from helpers.naive import (
     PLAIN,
     NaiveBlock,
     NaiveTurn,
@@ -18,9 +17,10 @@ from methods.naive import (
     by_falling,
     plain_block,
 )
-from models import NAMES, family_of, make, make_images
-from reference import Groups, Tokens
-from reference_blocks import Pieces
+from helpers.reference import Groups, Tokens
+from helpers.reference_blocks import Pieces
+from mctf import MctfError
+from mctf.methods.ats import sample
 
 
 def naive_ats(samples: int | None = None, fewest: int = 8) -> NaiveBlock:

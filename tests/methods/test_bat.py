@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import mctf
-from mctf import MctfError
-from mctf.methods import make_method
-from methods.naive import (
+from helpers.models import NAMES, make, make_images
+from helpers.naive import (
     NaiveBlock,
     NaiveTurn,
     assert_as_naive,
@@ -20,9 +19,10 @@ from methods.naive import (
     by_falling,
     plain_block,
 )
-from models import NAMES, make, make_images
-from reference import Groups, Tokens, cosine
-from reference_blocks import Pieces
+from helpers.reference import Groups, Tokens, cosine
+from helpers.reference_blocks import Pieces
+from mctf import MctfError
+from mctf.methods import make_method
 
 SCHEDULE = [0.3, 0, 11, 0.5]
 SHARES = {"clusters": 0.1, "pairs": 0.1, "lower": 0.5, "neighbours": 5}

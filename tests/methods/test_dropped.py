@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import mctf
+from helpers.learned import teach
+from helpers.models import DEPTH, make, make_images, run, tokens_of
+from helpers.naive import assert_dropped_as_naive
+from helpers.reference import Result
 from mctf.core.assignment import Assignment
 from mctf.methods.base import Step
-from methods.learned import teach
-from methods.naive import assert_dropped_as_naive
-from models import DEPTH, make, make_images, run, tokens_of
-from reference import Result
 
-pytestmark = pytest.mark.filterwarnings("ignore::mctf.learned.UntrainedWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::mctf.methods._layers.UntrainedWarning")
 DROPPING: dict[str, list[dict[str, Any]]] = {
     "dynamic_vit": [{"r": 0.3}],
     "ats": [{"r": 1}],

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 import mctf
-import reference
+from helpers import reference
+from helpers.dropping import dropped
+from helpers.learned import assert_as_taught_or_refused, gelu, layer_norm, linear, perceptron, teach
+from helpers.models import NAMES, make, make_images
+from helpers.naive import PLAIN, NaiveBlock, NaiveTurn, assert_as_naive, by_falling, plain_block
+from helpers.reference import Groups, Tokens
+from helpers.reference_blocks import Pieces
 from mctf import MctfError
-from methods.dropping import dropped
-from methods.learned import assert_as_taught_or_refused, gelu, layer_norm, linear, perceptron, teach
-from methods.naive import PLAIN, NaiveBlock, NaiveTurn, assert_as_naive, by_falling, plain_block
-from models import NAMES, make, make_images
-from reference import Groups, Tokens
-from reference_blocks import Pieces
 
 SCHEDULE = [0, 0.3, 0.3, 0.3]
 

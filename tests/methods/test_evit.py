@@ -7,8 +7,8 @@ import timm
 import torch
 
 import mctf
-from mctf import MctfError
-from methods.naive import (
+from helpers.models import NAMES, make, make_images
+from helpers.naive import (
     NaiveBlock,
     NaiveTurn,
     assert_as_naive,
@@ -17,9 +17,9 @@ from methods.naive import (
     by_falling,
     plain_block,
 )
-from models import NAMES, make, make_images
-from reference import Groups, Tokens
-from reference_blocks import Pieces
+from helpers.reference import Groups, Tokens
+from helpers.reference_blocks import Pieces
+from mctf import MctfError
 
 SCHEDULE = [0.3, 9, 0, 0.5]
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import mctf
-import reference
-from mctf import MctfError
-from methods.naive import (
+from helpers import reference
+from helpers.flops import EXACT, counted
+from helpers.models import NAMES, by_pickle, family_of, make, make_images, run, tokens_of
+from helpers.naive import (
     PLAIN,
     NaiveBlock,
     NaiveTurn,
@@ -21,10 +22,9 @@ from methods.naive import (
     by_falling,
     run_naive,
 )
-from models import NAMES, by_pickle, family_of, make, make_images, run, tokens_of
-from reference import Groups, Tokens
-from reference_blocks import Pieces
-from test_flops import EXACT, counted
+from helpers.reference import Groups, Tokens
+from helpers.reference_blocks import Pieces
+from mctf import MctfError
 
 SCHEDULE = [0, 0.5, 0.5, 0.5]
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import mctf
-from methods.naive import assert_images_do_not_meet, assert_r_0_is_plain
-from models import by_pickle, family_of, make, make_images, run, tokens_of
-from test_flops import EXACT, counted
+from helpers.flops import EXACT, counted
+from helpers.models import by_pickle, family_of, make, make_images, run, tokens_of
+from helpers.naive import assert_images_do_not_meet, assert_r_0_is_plain
 
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("evit", {}),

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 import mctf
-import reference
+from helpers import reference
+from helpers.dropping import assert_as_unpadded, dropped, run_each
+from helpers.models import CLASSES, NAMES, family_of, make, make_images, run, tokens_of
+from helpers.naive import PLAIN, NaiveBlock, NaiveTurn, assert_refused_for_want_of_a_class_token, plain_block
+from helpers.reference import Groups, Tokens
+from helpers.reference_blocks import Pieces
 from mctf import MctfError
 from mctf.api import fused_stack
-from mctf.learned import UntrainedWarning
+from mctf.methods._layers import UntrainedWarning
 from mctf.methods.base import Step
-from mctf.train.branches import Branch, run_branch
 from mctf.train.objective import Objective
-from methods.dropping import assert_as_unpadded, dropped, run_each
-from methods.naive import PLAIN, NaiveBlock, NaiveTurn, assert_refused_for_want_of_a_class_token, plain_block
-from models import CLASSES, NAMES, family_of, make, make_images, run, tokens_of
-from reference import Groups, Tokens
-from reference_blocks import Pieces
+from mctf.train.two_branch import Branch, run_branch
 
-pytestmark = pytest.mark.filterwarnings("ignore::mctf.learned.UntrainedWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::mctf.methods._layers.UntrainedWarning")
 SCHEDULE = [1, 0, 1, 1]
 
 

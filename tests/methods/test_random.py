@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import mctf
+from helpers.models import NAMES, make, make_images, run
+from helpers.naive import NaiveBlock, NaiveTurn, assert_as_naive, plain_block
+from helpers.reference import Groups, Tokens, allowed
+from helpers.reference_blocks import Pieces
 from mctf import MctfError
-from methods.naive import NaiveBlock, NaiveTurn, assert_as_naive, plain_block
-from models import NAMES, make, make_images, run
-from reference import Groups, Tokens, allowed
-from reference_blocks import Pieces
 
 PRIME = 67_108_859
 SCHEDULE = [5, 16, 0, 60]

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 import mctf
-import reference
-from methods.learned import assert_as_taught_or_refused, gelu, layer_norm, linear, perceptron, teach
-from methods.naive import PLAIN, NaiveBlock, NaiveTurn, assert_as_naive, by_falling, plain_block
-from models import NAMES, make, make_images
-from reference import Groups, Tokens
-from reference_blocks import Pieces
+from helpers import reference
+from helpers.learned import assert_as_taught_or_refused, gelu, layer_norm, linear, perceptron, teach
+from helpers.models import NAMES, make, make_images
+from helpers.naive import PLAIN, NaiveBlock, NaiveTurn, assert_as_naive, by_falling, plain_block
+from helpers.reference import Groups, Tokens
+from helpers.reference_blocks import Pieces
 
 SCHEDULE = [0, 0.383, 0.383, 0.383]
 SHARES = [0.617, 0.369, 0.137]

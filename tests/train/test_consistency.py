@@ -9,11 +9,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import mctf
+from helpers.models import CLASSES, METHODS, make, make_images
 from mctf import MctfError
 from mctf.api import fused_stack
-from mctf.train.branches import Branch, run_branch, run_branches
 from mctf.train.consistency import Consistency, draw_lighter, gated_distance
-from models import CLASSES, METHODS, make, make_images
+from mctf.train.two_branch import Branch, run_branch, run_branches
 
 R, LIGHTER = 8, 3
 

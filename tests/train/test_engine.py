@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mctf
+from helpers.models import make
+from helpers.train_feeds import KilledError, Stripes, finish, finish_logged, killing_at, make_trainer, same, weights_of
 from mctf import MctfError
 from mctf.api import fused_stack
 from mctf.models.loading import load_weights
 from mctf.train.engine import Trainer
-from mctf.train.finishing import finished_model, write_weights
-from mctf.train.logs import read_log
-from models import make
-from train.feeds import KilledError, Stripes, finish, finish_logged, killing_at, make_trainer, same, weights_of
+from mctf.train.finalize import finished_model, write_weights
+from mctf.train.logging import read_log
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import pytest
 import timm
 from safetensors.torch import load_file, save_file
 
-from command_line import Command
-from mctf.train.logs import read_log
-from train.together import Running, run_together, run_torchrun, write_stripes
+from helpers.command_line import Command
+from helpers.torchrun import Running, run_together, run_torchrun, write_stripes
+from mctf.train.logging import read_log
 
 STEPS = 30
 

@@ -13,22 +13,32 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import mctf
-from command_line import Command
+from helpers.command_line import Command
+from helpers.models import make, make_images
+from helpers.torchrun import run_together, write_stripes
+from helpers.train_feeds import (
+    ALONE,
+    KilledError,
+    Stripes,
+    finish,
+    killing_at,
+    make_recipe,
+    make_trainer,
+    same,
+    weights_of,
+)
 from mctf import MctfError
-from mctf.analysis.evaluate import Setting, evaluate
 from mctf.api import find_stack
 from mctf.data import Batch
-from mctf.learned import UntrainedWarning, kept_aside
-from mctf.train.assembly import assemble_around
-from mctf.train.branches import run_branch, run_branches
+from mctf.evaluation.evaluate import Setting, evaluate
+from mctf.methods._layers import UntrainedWarning, kept_aside
+from mctf.train.build import assemble_around
+from mctf.train.config import read_recipe
 from mctf.train.engine import Trainer
-from mctf.train.finishing import finished_model, write_weights
-from mctf.train.logs import read_log
-from mctf.train.original import Original
-from mctf.train.recipe import read_recipe
-from models import make, make_images
-from train.feeds import ALONE, KilledError, Stripes, finish, killing_at, make_recipe, make_trainer, same, weights_of
-from train.together import run_together, write_stripes
+from mctf.train.finalize import finished_model, write_weights
+from mctf.train.logging import read_log
+from mctf.train.teachers import Original
+from mctf.train.two_branch import run_branch, run_branches
 
 METHODS = ["dynamic_vit", "spvit"]
 BASIC = {"model": "test_vit", "data": "images"}

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mctf
+from helpers.models import CLASSES, make, make_images
 from mctf import MctfError
 from mctf.data import Preprocessing
-from mctf.train.branches import Branch, run_branches
 from mctf.train.consistency import Consistency
-from mctf.train.distillation import Distillation, Teacher
 from mctf.train.objective import Objective
-from models import CLASSES, make, make_images
+from mctf.train.teachers import Distillation, Teacher
+from mctf.train.two_branch import Branch, run_branches
 
 LIGHTER = (0, 3, 3, 3)
 

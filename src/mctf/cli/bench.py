@@ -21,14 +21,13 @@ from .options import (
     parse_reductions,
     threads_option,
 )
+from .output import check_writable, give_json
 from .progress import progress
-from .writing import check_writable, give_json
 
 if TYPE_CHECKING:
     from torch import device as Device
 
-    from ..analysis.benchmark import Contest
-    from ..analysis.benchmark_results import Result
+    from ..evaluation.benchmark import Contest, Result
 
 
 @click.command(
@@ -103,7 +102,7 @@ class _Benchmarking:
 
     @property
     def device(self) -> "Device":
-        from ..analysis.environment import pick_device
+        from ..evaluation.environment import pick_device
 
         return pick_device(self.device_name)
 
@@ -132,7 +131,7 @@ class _Benchmarking:
     def _contest(self, r: ReductionSpec, batch: int, image_size: tuple[int, int]) -> "Contest":
         import torch
 
-        from ..analysis.benchmark import Contest
+        from ..evaluation.benchmark import Contest
 
         return Contest(
             methods=tuple(parse_names(self.methods)),
@@ -145,8 +144,8 @@ class _Benchmarking:
         )
 
     def _table(self, name: str, model: Any, contest: "Contest") -> _Table:
-        from ..analysis.benchmark_results import verdicts
-        from ..analysis.environment import describe_device
+        from ..evaluation.benchmark import verdicts
+        from ..evaluation.environment import describe_device
 
         device = describe_device(next(model.parameters()).device)
         size = "x".join(map(str, contest.image_size))
@@ -157,7 +156,7 @@ class _Benchmarking:
 
     def facts(self, tables: list[_Table]) -> dict[str, Any]:
         """The JSON object."""
-        from ..analysis.environment import command_line, commit, describe_device, versions
+        from ..evaluation.environment import command_line, commit, describe_device, versions
 
         return {
             "command": command_line(),
@@ -175,7 +174,7 @@ class _Benchmarking:
 def _run(model: Any, contest: "Contest", title: str) -> tuple["Result", ...]:
     import torch
 
-    from ..analysis.benchmark import benchmark
+    from ..evaluation.benchmark import benchmark
 
     contenders = len(contest.methods) + 3
     with progress(title, total=contenders + contest.rounds + 2) as tick:

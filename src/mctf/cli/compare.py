@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .._utils import counted
 from ..errors import MctfError
-from ..wording import counted
-from .measuring import Measuring, measuring_options, title_of
+from ..evaluation.setup import Measuring, measuring_options, title_of
 from .options import FILE, parse_names
+from .output import check_writable, give_json
 from .progress import progress, ticking
-from .writing import check_writable, give_json
 
 if TYPE_CHECKING:
-    from ..analysis.contest import Outcome
+    from ..evaluation.compare import Outcome
 
 _SAMPLE = 32  # images on which the cost of methods under which each image decides is found
 _PACE = "images/s: median over full batches, each of which ran through all methods in turn"
@@ -46,7 +46,7 @@ def command(methods: str, targets: str, plot: Path | None, output: Path | None, 
         if path is not None:
             check_writable(path)
     if plot is not None:
-        from ..report.plots import check_format
+        from ..viz.plots import check_format
 
         check_format(plot)
     compared = _compare(Measuring(**options), names, costs)
@@ -55,8 +55,7 @@ def command(methods: str, targets: str, plot: Path | None, output: Path | None, 
     facts, outcome = compared
     give_json(facts, file=output, as_json=as_json)
     if plot is not None:
-        from ..report.plots import draw, write_plot
-        from ..report.standings import panels
+        from ..viz.plots import draw, panels, write_plot
 
         write_plot(draw(panels(outcome), title=f"{facts['model']}, {counted(facts['images'], 'image')}"), plot)
     if as_json:
@@ -72,7 +71,7 @@ def _compare(measuring: Measuring, methods: list[str], targets: list[float]) -> 
     """The JSON object and what it is made of; None in all processes but the first."""
     from dataclasses import asdict
 
-    from ..analysis.contest import compete, enter, verdicts
+    from ..evaluation.compare import compete, enter, verdicts
 
     with measuring.open() as subject:
         first, batches = subject.processes.first, subject.batches

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..wording import counted
+from .._utils import counted
+from ..models.loading import RANDOM, load_or_random
 from .options import FILE, device_option, json_option, method_option, parse_reduction, reduction_option
+from .output import check_folder, give_json, say_nothing
 from .progress import progress
-from .weights import RANDOM, load_or_random
-from .writing import check_folder, give_json, say_nothing
 
 if TYPE_CHECKING:
-    from ..analysis.fidelity import Fidelity
-    from ..report.demonstration import Answer, Demonstration, Speed
+    from ..evaluation.fidelity import Fidelity
+    from ..viz.demo import Answer, Demonstration, Speed
 
 _PAYS = 1.02  # a smaller gain is less than two runs of one and the same model differ by
 
@@ -64,9 +64,8 @@ def command(
     r = parse_reduction(reduction)
     check_folder(output, "--output")
 
-    from ..analysis.environment import pick_device, versions
-    from ..report.demonstration import WARMUP, Demonstration
-    from ..report.photographs import photographs
+    from ..evaluation.environment import pick_device, versions
+    from ..viz.demo import WARMUP, Demonstration, photographs
 
     files, device = photographs(), pick_device(device_name)
     with progress(f"loading {model}"):
@@ -98,7 +97,7 @@ def command(
 
 
 def _draw(demonstration: "Demonstration", folder: Path) -> Path:
-    from ..report.sheet import write_png
+    from ..viz.contact_sheet import write_png
 
     with progress("drawing", len(demonstration.names)) as advance:
         sheet = demonstration.picture(advance)
@@ -117,7 +116,7 @@ def _weights_text(source: str, *, classes: int) -> str:
 
 
 def _speed_text(speed: "Speed") -> str:
-    from ..analysis.comparison import DISTURBED, STEADY
+    from ..evaluation.timing import DISTURBED, STEADY
 
     lines = [
         f"speed: {speed.fused_images_per_second:.1f} images/s fused, {speed.plain_images_per_second:.1f} plain: "

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MctfError
-from .measuring import Measuring, measuring_options, title_of
+from ..evaluation.setup import Measuring, measuring_options, title_of
 from .options import blocks_option, options_option, parse_blocks, parse_names, parse_options, parse_reductions
+from .output import check_writable, give_json
 from .progress import progress, ticking
-from .writing import check_writable, give_json
 
 if TYPE_CHECKING:
-    from ..analysis.evaluate import Row, Setting
+    from ..evaluation.evaluate import Row, Setting
 
 
 @click.command(
@@ -64,7 +64,7 @@ def command(
 
 def _evaluate(measuring: Measuring, settings: list["Setting"]) -> tuple[dict[str, Any] | None, tuple["Row", ...]]:
     """What the JSON object says beside its rows, and the rows; None for it in all processes but the first."""
-    from ..analysis.evaluate import evaluate
+    from ..evaluation.evaluate import evaluate
 
     with measuring.open() as subject:
         first, batches = subject.processes.first, subject.batches
@@ -78,7 +78,7 @@ def _evaluate(measuring: Measuring, settings: list["Setting"]) -> tuple[dict[str
 
 def _settings(methods: str, reductions: str, blocks: tuple[int, ...] | None, pairs: Sequence[str]) -> list["Setting"]:
     """Every method with every r, each pair once; pairs: options of the method, where there is one."""
-    from ..analysis.evaluate import Setting
+    from ..evaluation.evaluate import Setting
 
     names = parse_names(methods)
     amounts = parse_reductions(reductions)

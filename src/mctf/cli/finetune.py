@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .._utils import counted
 from ..errors import MctfError
-from ..train.fields import switch
-from ..train.recipe import Recipe, read_recipe, read_toml
-from ..wording import counted
+from ..train.config import Recipe, read_recipe, read_toml, switch
 from .options import json_option, options_option, parse_options
+from .output import give_json, say_nothing
 from .progress import progress, steps_bar, ticking
-from .writing import give_json, say_nothing
 
 if TYPE_CHECKING:
-    from ..analysis.evaluate import Evaluation
+    from ..evaluation.evaluate import Evaluation
     from ..train.engine import Trainer
 
 _SHORT = {"r": "-r", "method": "-m", "output": "-o"}
@@ -89,9 +88,9 @@ def command(
 def _finetune(recipe: Recipe, *, resume: bool, bar: bool | None, as_json: bool) -> None:
     import torch
 
-    from ..analysis.environment import pick_device
-    from ..processes import joined
-    from ..train.run import begin
+    from ..distributed import joined
+    from ..evaluation.environment import pick_device
+    from ..train.build import begin
 
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
@@ -114,8 +113,8 @@ def _train(trainer: "Trainer", wanted: bool | None, say: Callable[[str], None]) 
     """Training itself, with a bar; where a signal interrupts it, says how to go on and gives its number, else 0."""
     import torch
 
-    from ..train.interruption import StoppedError
-    from ..train.run import carry_on, how_to_resume
+    from ..train.build import carry_on, how_to_resume
+    from ..train.signals import StoppedError
 
     recipe, world = trainer.recipe, trainer.processes.world
     images = recipe.batch * recipe.accumulate * world
@@ -140,7 +139,7 @@ def _train(trainer: "Trainer", wanted: bool | None, say: Callable[[str], None]) 
 
 def _finish(trainer: "Trainer", wanted: bool | None, say: Callable[[str], None]) -> "Evaluation | None":
     """Writes the weights, and evaluates them where there are images for it."""
-    from ..train.finishing import evaluate_finished, finished_model, write_weights
+    from ..train.finalize import evaluate_finished, finished_model, write_weights
 
     if trainer.processes.first:
         say(f"weights: {write_weights(trainer)}")
@@ -168,7 +167,7 @@ def _summary(trainer: "Trainer") -> str:
 
 def _report(trainer: "Trainer", found: "Evaluation | None", as_json: bool) -> None:
     """The evaluation, if any, as JSON beside the weights and as a table; with --json, one object on stdout."""
-    from ..analysis.environment import command_line, commit, describe_device, versions
+    from ..evaluation.environment import command_line, commit, describe_device, versions
 
     recipe = trainer.recipe
     facts = {

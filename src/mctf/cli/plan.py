@@ -47,7 +47,7 @@ def command(
 
     MODEL is a name of timm's, or hf: and a name or a saved directory of transformers'.
     """
-    from ..analysis.plan import plan
+    from ..planning import plan
 
     result = plan(
         model,

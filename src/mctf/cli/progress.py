@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from ..train.logs import Record
+    from ..train.logging import Record
 
 Item = TypeVar("Item")
 StepSeen = Callable[[int, "Record | None"], None]  # called after each step, with the line of the log if there is one

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MctfError
-from .measuring import Measuring
-from .measuring import Subject as Opened
+from ..evaluation.setup import Measuring
+from ..evaluation.setup import Subject as Opened
 from .options import (
     FILE,
     batch_size_option,
@@ -27,13 +27,12 @@ from .options import (
     threads_option,
     weights_option,
 )
+from .output import check_folder
 from .progress import progress as progress_bar
-from .writing import check_folder
 
 if TYPE_CHECKING:
-    from ..analysis.reproduction.experiment import Experiment, Subject
-    from ..analysis.reproduction.records import Conditions, Record
-    from ..analysis.reproduction.running import Work
+    from ..reproduce.records import Conditions, Record
+    from ..reproduce.runner import Experiment, Subject, Work
 
 _QUICK_IMAGES = 96
 
@@ -88,8 +87,8 @@ def command(
     if (model is None) != (data is None):
         raise MctfError("MODEL and --data belong together: give both, or neither to work out costs alone")
 
-    from ..analysis.reproduction.running import choose
-    from ..report.reproduction.catalogue import EXPERIMENTS
+    from ..reproduce.catalogue import EXPERIMENTS
+    from ..reproduce.runner import choose
 
     wanted = choose(EXPERIMENTS, names=parse_names(only), tables=parse_names(tables))
     _check_wanted(wanted, model, named=bool(only or tables))
@@ -117,11 +116,10 @@ def _run(
     progress: bool | None,
 ) -> dict[str, Any]:
     """Measure what is to be measured, write the report and give its JSON object."""
-    from ..analysis.reproduction.experiment import Task
-    from ..analysis.reproduction.records import Records
-    from ..analysis.reproduction.running import arrange, measure
-    from ..report.reproduction.catalogue import EXPERIMENTS
-    from ..report.reproduction.publishing import PICTURES, publish
+    from ..reproduce.catalogue import EXPERIMENTS
+    from ..reproduce.records import Records
+    from ..reproduce.runner import Task, arrange, measure
+    from ..reproduce.write import PICTURES, publish
 
     records = Records.at(out, None if subject is None else conditions, EXPERIMENTS)
     work = arrange(EXPERIMENTS, wanted, records, subject=subject, again=again)
@@ -142,8 +140,8 @@ def _check_wanted(wanted: Sequence["Experiment"], model: str | None, *, named: b
 
 def _subject(asked: Measuring, opened: Opened, *, quick: bool) -> tuple["Subject", "Conditions"]:
     """The model and its images, and all that results depend on."""
-    from ..analysis.reproduction.experiment import Subject
     from ..hosts import find_host
+    from ..reproduce.runner import Subject
 
     if opened.processes.world > 1:
         raise MctfError("mctf reproduce runs in one process: start it without torchrun")
@@ -178,7 +176,7 @@ def _teller(work: "Work", wanted: Sequence["Experiment"]) -> Callable[["Record"]
 
 def _facts(conditions: "Conditions", found: dict[str, "Record"], subject: "Subject | None") -> dict[str, str]:
     """What the page says of the run, by heading."""
-    from ..analysis.environment import command_line, commit, describe_device, versions
+    from ..evaluation.environment import command_line, commit, describe_device, versions
 
     facts = {}
     if conditions:

@@ -6,10 +6,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from ..analysis.benchmark_results import Result
-from ..analysis.contest import Outcome, Standing
-from ..analysis.evaluate import Row
 from ..core.schedule import ReductionSpec
+from ..evaluation.benchmark import Result
+from ..evaluation.compare import Outcome, Standing
+from ..evaluation.evaluate import Row
 
 _PIPE_WIDTH = 120
 _HEADINGS = ("method", "r", "top-1 %", "top-5 %", "agree %", "KL", "cosine", "GFLOPs", "images/s")

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from ..errors import MctfError
+from ..models.loading import load_described
 from .options import (
     FILE,
     blocks_option,
@@ -20,9 +21,8 @@ from .options import (
     reduction_option,
     weights_option,
 )
+from .output import check_writable
 from .progress import progress
-from .weights import load_described
-from .writing import check_writable
 
 
 @click.command(
@@ -78,13 +78,12 @@ def command(
     shown, options = parse_blocks(show_blocks, option="--show-blocks"), parse_options(pairs)
     _check_output(output)
 
-    from ..analysis.plan import plan
     from ..api import fuse
     from ..data import Preprocessing
     from ..hosts import find_host
-    from ..report.gallery import choose_blocks, gallery
-    from ..report.inputs import open_image
-    from ..report.sheet import write_png
+    from ..planning import plan
+    from ..viz.contact_sheet import choose_blocks, gallery, write_png
+    from ..viz.fused_patches import open_image
 
     opened = [open_image(path) for path in images]
     loaded, source = load_described(model, weights=weights, random=random_weights, image_size=size)

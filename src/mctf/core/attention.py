@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .assignment import Assignment
-from .criteria import at_least_float32
+from .matching import at_least_float32
 
 # The largest piece of an attention map held at once, in elements. On a CPU it should stay in the cache: on two cores
 # `informativeness` of 8 x 6 x 197 tokens took 4-5 ms by pieces of 2 MiB and 10-11 ms at once. Elsewhere 64 MiB do.

@@ -1,10 +1,10 @@
 """Images from folders, zip files and hubs, their labels, the preprocessing a model asks for, and training batches."""
 
-from .batches import Batch, Batches
-from .classes import Labels, find_labels, trained_labels
+from .dataset import Batch, Batches
+from .feed import Feed, FeedOptions, make_feed
 from .files import ImageFiles, find_images
-from .preprocessing import Preprocessing
-from .training import Feed, FeedOptions, make_feed
+from .labels import Labels, find_labels, trained_labels
+from .transforms import Preprocessing
 
 __all__ = [
     "Batch",

@@ -8,16 +8,15 @@ from importlib import import_module
 
 from torch import nn
 
-from ..core.cost import BlockShape
-from ..core.places import Places
+from ..core.flops import BlockShape
+from ..core.positions import Places
 from ..errors import MctfError
 from ..methods.base import BlockOps
 from ..stack import FusedStack
-from .attention import SoftmaxAttention
-from .base import Architecture, Host, refuse_arguments
-from .common import check_model, check_whole, macs_per_token, part_of, run_on_shapes
-from .hf_towers import holds_tower
-from .refused import reason_against
+from ._inspect import check_model, check_whole, macs_per_token, part_of, run_on_shapes
+from .base import Architecture, Host, SoftmaxAttention, refuse_arguments
+from .hf_layers import holds_tower
+from .unsupported import reason_against
 
 __all__ = [
     "Architecture",
@@ -43,7 +42,7 @@ HostFactory = Callable[[nn.Module], Host]
 _HOSTS = {
     ("timm.models.vision_transformer", "VisionTransformer"): ("timm_vit", "TimmViT"),
     ("timm.models.eva", "Eva"): ("timm_eva", "TimmEva"),
-    ("timm.models.beit", "Beit"): ("timm_beit", "TimmBeit"),
+    ("timm.models.beit", "Beit"): ("timm_relpos", "TimmBeit"),
     ("timm.models.cait", "Cait"): ("timm_cait", "TimmCait"),
     ("timm.models.vision_transformer_relpos", "VisionTransformerRelPos"): ("timm_relpos", "TimmRelPos"),
     ("timm.models.naflexvit", "NaFlexVit"): ("timm_naflex", "TimmNaFlex"),

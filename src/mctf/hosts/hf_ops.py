@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..core.assignment import Assignment
-from ..core.places import Places, places_after
+from ..core.positions import Places, places_after
 from ..methods.base import run_pieces
-from .attention import SoftmaxAttention
+from .base import SoftmaxAttention
 from .hf_layers import parts_of
 
 

@@ -17,12 +17,11 @@ from timm.models.eva import EvaAttention, EvaBlock, EvaBlockPostNorm
 from torch import Tensor, nn
 
 from ..core.assignment import Assignment
-from ..core.cost import NORM, BlockShape
-from ..core.places import Places, places_after
+from ..core.flops import NORM, BlockShape
+from ..core.positions import Places, places_after
+from ._inspect import macs_per_token
 from .base import refuse_arguments
-from .common import macs_per_token
-from .timm_base import TimmHost
-from .timm_ops import GammaScaled, PostNorm, TimmOps, block_shape
+from .timm_base import GammaScaled, PostNorm, TimmHost, TimmOps, block_shape
 
 _ATTENTION = (EvaAttention, AttentionRope)
 BLOCKS: Mapping[type[nn.Module], tuple[type[nn.Module], ...]] = {EvaBlock: _ATTENTION, EvaBlockPostNorm: _ATTENTION}

@@ -5,13 +5,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..core.cost import BlockShape
-from ..core.places import Places
+from ..core.flops import BlockShape
+from ..core.positions import Places
 from ..errors import MctfError
 from . import timm_eva, timm_vit
 from .base import refuse_arguments
-from .timm_base import TimmHost
-from .timm_ops import TimmOps
+from .timm_base import TimmHost, TimmOps
 
 
 class TimmNaFlex(TimmHost):

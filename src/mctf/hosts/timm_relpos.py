@@ -1,22 +1,106 @@
-"""timm's VisionTransformerRelPos: relative positions from a table or from a small MLP, of each block or of all.
+"""Blocks of timm that add a bias to the attention logits of every pair of places: those with relative positions.
 
-Axes: H heads, N tokens.
+A fused token takes the mean over the pairs of places that two tokens cover, as logits are linear in the bias.
+
+Axes: B images, H heads, N tokens, M tokens after fusion.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+from timm.models.beit import Attention, Block
 from timm.models.vision_transformer_relpos import RelPosAttention, RelPosBlock, ResPostRelPosBlock
 from torch import Tensor, nn
 
-from ..core.cost import BlockShape
-from ..core.places import Places
+from ..core.assignment import Assignment
+from ..core.flops import BlockShape
+from ..core.positions import Places, places_after
+from ..methods.base import run_pieces
+from ._inspect import run_on_shapes
 from .base import Architecture, refuse_arguments
-from .common import run_on_shapes
-from .timm_base import TimmHost
-from .timm_biased import BiasedOps
-from .timm_ops import PostNorm, block_shape
+from .timm_base import GammaScaled, PostNorm, TimmHost, TimmOps, block_shape
+
+
+class BiasedOps(TimmOps):
+    """A block on tokens at these places; shared: what all blocks are called with, a bias of H N N or None.
+
+    A subclass says how the block is called with it, and what it adds of its own.
+    """
+
+    argument: str
+
+    def __init__(self, block: Any, shared: Tensor | None, places: Places | None) -> None:
+        super().__init__(block)
+        self.shared = shared
+        self.places = places
+        self._bias: Tensor | None = None
+
+    def every_pair(self) -> Tensor | None:
+        """The bias of all places of the input, H N N or 1 H N N."""
+        raise NotImplementedError
+
+    @property
+    def bias(self) -> Tensor | None:
+        """That bias while nothing was fused, then its means: B H M M."""
+        if self._bias is None:
+            every = self.every_pair()
+            self._bias = every if every is None or self.places is None else self.places.mean_of_pairs(every)
+        return self._bias
+
+    def plain(self, x: Tensor) -> Tensor:
+        if self.places is None:
+            return self.block(x, **{self.argument: self.shared})
+        return run_pieces(self, x, None)  # the block itself would add the bias of all places
+
+    def fused(self, assignment: Assignment, weights: Tensor) -> Self:
+        return type(self)(self.block, self.shared, places_after(self.places, assignment, weights))
+
+
+# MERGED from mctf.hosts.timm_relpos:
+# timm's BEiT: relative positions of each block, of all blocks, of both or of none.
+#
+# Axes: H heads, N tokens.
+
+
+class TimmBeit(TimmHost):
+    """One Beit model."""
+
+    known: ClassVar = {Block: (Attention,)}
+
+    @property
+    def carries_places(self) -> bool:
+        blocks: list[Any] = list(self.container.children())
+        own = any(block.attn.relative_position_bias_table is not None for block in blocks)
+        return own or self.model.rel_pos_bias is not None
+
+    def arguments(self, shared_rel_pos_bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        refuse_arguments(*args, **kwargs)
+        return {"shared": shared_rel_pos_bias}
+
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> "BeitOps":
+        return BeitOps(block, arguments["shared"], places)
+
+    def block_shape(self, block: Any) -> BlockShape:
+        return block_shape(block)
+
+
+class BeitOps(GammaScaled, BiasedOps):
+    """The pieces of a Beit block."""
+
+    argument = "shared_rel_pos_bias"
+
+    def every_pair(self) -> Tensor | None:
+        if self.block.attn.relative_position_bias_table is None:
+            return self.shared
+        own = self.block.attn._get_rel_pos_bias()
+        return own if self.shared is None else own + self.shared
+
+
+# MERGED from mctf.hosts.timm_relpos:
+# timm's VisionTransformerRelPos: relative positions from a table or from a small MLP, of each block or of all.
+#
+# Axes: H heads, N tokens.
 
 
 class TimmRelPos(TimmHost):

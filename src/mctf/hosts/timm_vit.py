@@ -8,12 +8,11 @@ from timm.layers import Attention
 from timm.models.vision_transformer import Block, ResPostBlock
 from torch import nn
 
-from ..core.cost import BlockShape
-from ..core.places import Places
+from ..core.flops import BlockShape
+from ..core.positions import Places
+from ._inspect import macs_per_token
 from .base import Architecture
-from .common import macs_per_token
-from .timm_base import TimmHost
-from .timm_ops import PostNorm, TimmOps, block_shape
+from .timm_base import PostNorm, TimmHost, TimmOps, block_shape
 
 BLOCKS: Mapping[type[nn.Module], tuple[type[nn.Module], ...]] = {Block: (Attention,), ResPostBlock: (Attention,)}
 

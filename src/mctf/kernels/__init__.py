@@ -8,10 +8,13 @@ environment variable MCTF_KERNELS=0 to do without them.
 import torch
 from torch import Tensor
 
-from ..core import attention, criteria, matching
+from ..core import attention, matching
 from ..core.assignment import Assignment, joint_weights
 from ..core.attention import Look
-from . import attention_op, launch, matching_op, pooling_op
+from . import attention as attention_ops
+from . import launch
+from . import matching as matching_ops
+from . import pooling as pooling_ops
 from .launch import plain_operations
 
 __all__ = [
@@ -35,7 +38,7 @@ def fast(x: Tensor) -> bool:
 
 def _fast_attention(q: Tensor, v: Tensor | None = None, dropout: float = 0.0) -> bool:
     alike = v is None or v.dtype == q.dtype  # not so where autocast leaves normalised queries in float32
-    return fast(q) and alike and dropout == 0 and attention_op.fits(q)
+    return fast(q) and alike and dropout == 0 and attention_ops.fits(q)
 
 
 def _training(*tensors: Tensor) -> bool:
@@ -62,7 +65,7 @@ def attend(
         train = _training(q, k, v)
         slots = None if spread is None else spread.slots
         members = spread.members() if train and spread is not None else (None, None)
-        return attention_op.attention(q, k, v, sizes, slots, *members, scale, 0.0, 0.0, False, train)[0]
+        return attention_ops.attention(q, k, v, sizes, slots, *members, scale, 0.0, 0.0, False, train)[0]
     return attention.attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout, spread=spread, look=look)
 
 
@@ -71,7 +74,7 @@ def look_at(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, rows: s
     if _fast_attention(q):
         weights = _ROW_WEIGHTS[rows]
         with torch.no_grad():
-            return Look(attention_op.attention(q, k, None, sizes, None, None, None, scale, *weights, True, False)[1])
+            return Look(attention_ops.attention(q, k, None, sizes, None, None, None, scale, *weights, True, False)[1])
     return attention.look_at(q, k, sizes=sizes, scale=scale, rows=rows, keep=keep)
 
 
@@ -82,7 +85,7 @@ def attend_and_look(
     if _fast_attention(q, v, dropout):
         weights = _ROW_WEIGHTS[rows]
         train = _training(q, k, v)
-        return attention_op.attention(q, k, v, sizes, None, None, None, scale, *weights, True, train)[:2]
+        return attention_ops.attention(q, k, v, sizes, None, None, None, scale, *weights, True, train)[:2]
     if fast(q):
         context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout)
         return context, look_at(q, k, sizes=sizes, scale=scale, rows=rows).received
@@ -95,7 +98,7 @@ def match(
     x: Tensor,
     received: Tensor,
     sizes: Tensor | None,
-    taus: criteria.Criteria,
+    taus: matching.Criteria,
     *,
     r: int,
     protected: int,
@@ -103,14 +106,14 @@ def match(
 ) -> tuple[Assignment, Tensor]:
     """Which tokens become one, by the criteria, and their informativeness: the sum of `received` (B G N), B N, above 0.
 
-    See `core.criteria.attraction` and `core.matching`.
+    See `core.matching.attraction` and `core.matching`.
     """
-    if fast(x) and matching_op.fits(x.shape[1], protected):
+    if fast(x) and matching_ops.fits(x.shape[1], protected):
         temperatures = (float(taus.tau_sim), float(taus.tau_info), float(taus.tau_size))
-        slots, order, start, a = matching_op.match(x, received, sizes, r, protected, *temperatures, bidirectional)
+        slots, order, start, a = matching_ops.match(x, received, sizes, r, protected, *temperatures, bidirectional)
         return Assignment(slots, x.shape[1] - r, order, start), a
-    a = criteria.total_received(received)
-    scores = criteria.attraction(x, a, sizes, taus, protected=protected)
+    a = matching.total_received(received)
+    scores = matching.attraction(x, a, sizes, taus, protected=protected)
     by = matching.match_bidirectional if bidirectional else matching.match_one_way
     return by(scores, r, protected=protected), a
 
@@ -151,7 +154,7 @@ def _pool(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By the kernel: means of x and of y, if given, and the sizes of the slots."""
     train = _training(x) if y is None else _training(x, y)
-    x_mean, y_mean, totals, _ = pooling_op.pool(
+    x_mean, y_mean, totals, _ = pooling_ops.pool(
         x, y, weights, sizes, by_size, assignment.slots, *assignment.members(), train
     )
     return x_mean, y_mean, totals
@@ -159,5 +162,5 @@ def _pool(
 
 def _plain_weights(weights: Tensor | None, sizes: Tensor | None, x: Tensor, by_size: bool) -> tuple[Tensor, Tensor]:
     """How much each token of x counts in its slot, and how many it stands for: both B N."""
-    counts = criteria.at_least_float32(torch.ones_like(x[..., 0])) if sizes is None else sizes
+    counts = matching.at_least_float32(torch.ones_like(x[..., 0])) if sizes is None else sizes
     return joint_weights(weights, counts, by_size), counts

@@ -9,13 +9,12 @@ from .a_vit import AViT
 from .ats import ATS
 from .base import Method
 from .bat import BAT
+from .controls import FreeDrop, RandomDrop
 from .dynamic_vit import DynamicViT
 from .evit import EViT
 from .evo_vit import EvoViT
-from .free_drop import FreeDrop
 from .ia_red2 import IARED2
 from .mctf import MCTF, MCTFExact
-from .random_drop import RandomDrop
 from .spvit import SPViT
 from .tome import ToMe
 

@@ -38,12 +38,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..core.cost import BlockShape, Cost
-from ..core.criteria import at_least_float32
-from ..core.packing import Packing, pack
+from ..core.flops import BlockShape, Cost
+from ..core.matching import at_least_float32
+from ..core.selection import Packing, pack
 from ..errors import MctfError
-from .adaptive import Adaptive
-from .base import BlockOps, Step, Turn, run_unfused
+from .base import Adaptive, BlockOps, Step, Turn, run_unfused
 
 _EPS = 0.01
 _BETAS = {0: 30.0, 384: 75.0}  # from so many channels on

@@ -20,14 +20,12 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..core.cost import BlockShape, Cost
-from ..core.criteria import TINY, at_least_float32
-from ..core.matching import rank_descending
-from ..core.packing import pack
+from ..core.flops import BlockShape, Cost
+from ..core.matching import TINY, at_least_float32, rank_descending
 from ..core.schedule import Entry, tokens_asked
+from ..core.selection import pack
 from ..errors import MctfError
-from .adaptive import Adaptive, present
-from .base import BlockOps, Step, Turn, check_class_token, run_unfused
+from .base import Adaptive, BlockOps, Step, Turn, check_class_token, present, run_unfused
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,6 @@
-"""BAT: beside attention, diversity: inattentive tokens are clustered, and similar ones among the attentive are fused.
+"""Density-peak clustering of tokens in its simple form: centres are dense and far from anything denser.
 
-Long et al., "Beyond Attentive Tokens: Incorporating Token Importance and Diversity for Efficient Vision
-Transformers", CVPR 2023, whose abstract and figures say this much. After attention and its residual the class token's
-attention a ranks the tokens, as in EViT, and as many tokens remain as there. From the most attentive to the least:
-
-    untouched | lower attentive, of which the most similar pairs are fused | inattentive, clustered by density peaks
-
-A fused token is the mean of its tokens weighted by a.
-
-Choices of our own, as the details are not public: how the budget is split, see the options; pairs are found between
-every other of the lower attentive tokens, each pointing to the most similar (cosine) of the rest, so that two may
-share a partner; tokens are compared as they are between attention and MLP; protected tokens and the gradient of a as
-in EViT.
-
-Axes: B images, N tokens, n of them unprotected, M after the block, C channels.
+Axes: B images, N tokens, K clusters, C channels.
 """
 
 from dataclasses import dataclass
@@ -25,13 +12,71 @@ from torch import Tensor
 from .. import kernels
 from ..core import matching
 from ..core.assignment import Assignment
-from ..core.clustering import density_peaks
-from ..core.cost import BlockShape, Cost, split_product
-from ..core.criteria import TINY, unit_rows
+from ..core.flops import BlockShape, Cost, split_product
+from ..core.matching import TINY, at_least_float32, rank_descending, unit_rows
 from ..core.schedule import Entry, tokens_asked
 from ..errors import MctfError
-from .attentive import Attentive
 from .base import Step, Turn
+from .evit import Attentive
+
+
+@torch.no_grad()
+def density_peaks(x: Tensor, clusters: int, *, neighbours: int) -> Tensor:
+    """The cluster of each token, B N in 0 .. clusters - 1, from the strongest centre to the weakest.
+
+    rho_i = exp(-mean of d_ij^2 over the nearest neighbours of i), delta_i = distance to the nearest token with a
+    larger rho (or as large a one, and before i), or to the farthest of all for the densest. Centres are the largest
+    rho * delta; every other token joins the nearest centre. d^2 is |x_i - x_j|^2 / C, so that the width of a model
+    does not sharpen rho.
+    """
+    batch, tokens, _ = x.shape
+    if clusters >= tokens:
+        return torch.arange(tokens, device=x.device).expand(batch, -1)
+    squared = _squared_distances(x)
+    sparsity = _to_neighbours(squared, min(neighbours, tokens - 1))
+    rank = rank_descending(-sparsity)
+    denser = rank[:, None, :] < rank[:, :, None]
+    to_denser = squared.masked_fill(~denser, float("inf")).amin(dim=2)
+    delta = torch.where(rank == 0, squared.amax(dim=2), to_denser)
+    peaks = delta.log() / 2 - sparsity  # log(delta * rho): rho itself may underflow
+    centres = peaks.argsort(dim=1, descending=True, stable=True)[:, :clusters]
+    joined = squared.gather(2, centres[:, None, :].expand(-1, tokens, -1)).argmin(dim=2)
+    # a centre stays in its own cluster, even where another lies on top of it
+    return joined.scatter(1, centres, torch.arange(clusters, device=x.device).expand(batch, -1))
+
+
+def _squared_distances(x: Tensor) -> Tensor:
+    """|x_i - x_j|^2 / C: B N N, at least 0."""
+    x = at_least_float32(x)
+    x = x - x.mean(dim=1, keepdim=True)  # what all tokens share would only cost digits
+    squares = x.square().sum(dim=2)
+    squared = squares[:, :, None] + squares[:, None, :] - 2 * (x @ x.transpose(1, 2))
+    return squared.clamp_min(0) / x.shape[2]
+
+
+def _to_neighbours(squared: Tensor, neighbours: int) -> Tensor:
+    """Mean squared distance of each token to its nearest others: B N N -> B N."""
+    itself = torch.eye(squared.shape[1], dtype=torch.bool, device=squared.device)
+    return squared.masked_fill(itself, float("inf")).topk(neighbours, dim=2, largest=False).values.mean(dim=2)
+
+
+# MERGED from mctf.methods.bat:
+# BAT: beside attention, diversity: inattentive tokens are clustered, and similar ones among the attentive are fused.
+#
+# Long et al., "Beyond Attentive Tokens: Incorporating Token Importance and Diversity for Efficient Vision
+# Transformers", CVPR 2023, whose abstract and figures say this much. After attention and its residual the class token's
+# attention a ranks the tokens, as in EViT, and as many tokens remain as there. From the most attentive to the least:
+#
+#     untouched | lower attentive, of which the most similar pairs are fused | inattentive, clustered by density peaks
+#
+# A fused token is the mean of its tokens weighted by a.
+#
+# Choices of our own, as the details are not public: how the budget is split, see the options; pairs are found between
+# every other of the lower attentive tokens, each pointing to the most similar (cosine) of the rest, so that two may
+# share a partner; tokens are compared as they are between attention and MLP; protected tokens and the gradient of a as
+# in EViT.
+#
+# Axes: B images, N tokens, n of them unprotected, M after the block, C channels.
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..core.cost import NORM, BlockShape, Cost
-from ..core.criteria import at_least_float32
-from ..core.keeping import keep_best
+from ..core.flops import NORM, BlockShape, Cost
+from ..core.matching import at_least_float32
+from ..core.selection import keep_best
+from ._predictor import Decisions, Selecting, decide, ones_for, run_masked, seen_mean
 from .base import BlockOps, Step, Turn
-from .selecting import Decisions, Selecting, decide, ones_for, run_masked, seen_mean
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,85 @@
-"""EViT: keep the tokens the class token attends to, and fuse the rest to one.
+"""What EViT and BAT have in common: at a few blocks the class token's attention ranks the tokens, and some become one.
 
-Liang et al., "Not All Patches are What You Need: Expediting Vision Transformers via Token Reorganizations", ICLR 2022.
-After attention and its residual, a_j is the class token's attention to token j, averaged over heads. Of n unprotected
-tokens the ceil(kappa n) with the largest a stay, ordered by a; the others become sum_j a_j x_j, which is not divided
-by sum_j a_j, at the end. That token is one of the n in the next such block.
+Both act between attention and MLP, at a quarter, half and three quarters of the depth (blocks 3, 6, 9 of twelve), and
+bring N tokens to the same number: of the n unprotected ones ceil(kappa n) + 1 remain, kappa being the keep rate. In
+terms of r, kappa = 1 - r for a ratio; a count is the number of tokens fewer after the block.
 
-Choices where the paper is silent: distillation and register tokens stay in place like the class token; a_j has no
-gradient; with a single inattentive token nothing would be saved, and the block runs as it is.
-
-Axes: B images, N tokens, M after the block, C channels.
+Axes: B images, N tokens, n of them unprotected, C channels.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..core.assignment import Assignment
-from ..core.criteria import TINY
-from ..core.matching import rank_descending
-from .attentive import Attentive
-from .base import Step, Turn, check_switches
+from ..core.flops import BlockShape, Cost
+from ..core.matching import TINY, rank_descending
+from ..core.schedule import Entry, ReductionSpec, fast_blocks, tokens_asked
+from .base import BlockOps, Method, Step, Turn, check_class_token, check_switches
+
+
+class Attentive(Method):
+    """A method that reads the class token's row of the attention and reduces by it before the MLP."""
+
+    default_r: ClassVar[ReductionSpec] = 0.3
+
+    @property
+    def added(self) -> int:
+        """Tokens made of the inattentive ones that come on top of the ceil(kappa n) of the keep rate."""
+        return 1
+
+    def suited(self, *, class_token: bool) -> Self:
+        check_class_token(self.name, class_token)
+        return self
+
+    def default_blocks(self, depth: int) -> tuple[int, ...]:
+        return fast_blocks(depth)
+
+    def asked(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+        inattentive = tokens_asked(entry, tokens - protected)  # n - ceil(kappa n) for a ratio
+        return inattentive if isinstance(entry, int) else max(0, inattentive - self.added)
+
+    def leaving(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+        """What is asked, as long as one attentive token remains."""
+        asked = self.asked(entry, tokens, protected=protected, initial=initial, stage=stage)
+        return max(0, min(asked, tokens - protected - 1 - self.added))
+
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
+        """Plain attention on all N tokens, then the reduction, then the MLP on what remains."""
+        if turn.r == 0:
+            return Step(block.plain(x), sizes)
+        h = block.norm1(x)
+        q, k, v = block.queries_keys_values(h)
+        context, received = block.attend_and_look(q, k, v, sizes=None, rows="class")
+        a = received.sum(dim=1)
+        step = self.reduce(block.add_attention(x, block.finish_context(context, h)), a, sizes, turn)
+        return Step(block.add_mlp(step.x), step.sizes, step.assignment, step.weights, a)
+
+    @abstractmethod
+    def reduce(self, x: Tensor, a: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
+        """Which tokens of x (B N C) become one, by the class token's attention a (B N, without gradient)."""
+
+    def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
+        cost = shape.attention_branch(tokens) + shape.mlp_branch(tokens - r)
+        return Cost(paper=cost, run=cost)
+
+
+# MERGED from mctf.methods.evit:
+# EViT: keep the tokens the class token attends to, and fuse the rest to one.
+#
+# Liang et al., "Not All Patches are What You Need: Expediting Vision Transformers via Token Reorganizations", ICLR 2022.
+# After attention and its residual, a_j is the class token's attention to token j, averaged over heads. Of n unprotected
+# tokens the ceil(kappa n) with the largest a stay, ordered by a; the others become sum_j a_j x_j, which is not divided
+# by sum_j a_j, at the end. That token is one of the n in the next such block.
+#
+# Choices where the paper is silent: distillation and register tokens stay in place like the class token; a_j has no
+# gradient; with a single inattentive token nothing would be saved, and the block runs as it is.
+#
+# Axes: B images, N tokens, M after the block, C channels.
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from ..core.cost import BlockShape, Cost
-from ..core.keeping import Kept, keep_best
+from ..core.flops import BlockShape, Cost
 from ..core.schedule import Entry, ReductionSpec
+from ..core.selection import Kept, keep_best
 from ..errors import MctfError
 from .base import BlockOps, Method, Step, Turn, check_class_token, check_switches
 

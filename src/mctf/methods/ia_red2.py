@@ -36,13 +36,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.cost import NORM, BlockShape, Cost
-from ..core.criteria import at_least_float32
-from ..core.packing import pack
+from ..core.flops import NORM, BlockShape, Cost
+from ..core.matching import at_least_float32
 from ..core.schedule import Entry
+from ..core.selection import pack
 from ..errors import MctfError
-from .adaptive import Adaptive, present
-from .base import BlockOps, Step, Turn, check_class_token, run_unfused
+from .base import Adaptive, BlockOps, Step, Turn, check_class_token, present, run_unfused
 
 _START = 0.5  # logits of the keep probabilities of fresh interpreters
 _SURE = (1e-6, 1 - 1e-6)  # probabilities beyond have no finite logit in float32
@@ -150,7 +149,7 @@ class IARED2(Adaptive):
 
     def extra_loss(self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Any]) -> Tensor:
         """The loss beside the cross-entropy; see `ExtraLoss` in `mctf.train.objective`."""
-        from ..train.branches import run_branch  # training stands above the methods
+        from ..train.two_branch import run_branch
 
         drawn = branches[0]
         policy: Policy | None = drawn.carries[-1]

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..core.assignment import Assignment, joint_weights
-from ..core.cost import BlockShape, Cost, split_product, unprotected_product
-from ..core.criteria import Criteria
+from ..core.flops import BlockShape, Cost, split_product, unprotected_product
+from ..core.matching import Criteria
 from ..errors import MctfError, did_you_mean
 from .base import BlockOps, Method, Step, Turn, check_switches, run_unfused
 

@@ -29,12 +29,12 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..core.assignment import Assignment
-from ..core.cost import NORM, BlockShape, Cost
-from ..core.criteria import at_least_float32
-from ..core.keeping import keep_best
+from ..core.flops import NORM, BlockShape, Cost
+from ..core.matching import at_least_float32
 from ..core.schedule import ReductionSpec
+from ..core.selection import keep_best
+from ._predictor import Decisions, Selecting, decide, ones_for, run_masked, seen_mean
 from .base import BlockOps, Step, Turn
-from .selecting import Decisions, Selecting, decide, ones_for, run_masked, seen_mean
 
 _SHARES = (0.617, 0.369, 0.137)
 _LEAST = 1e-6  # weight of a patch in its package: the gradient divides by their sum

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..core import criteria, matching
+from ..core import matching
 from ..core.assignment import Assignment
-from ..core.cost import BlockShape, Cost, split_product, unprotected_product
+from ..core.flops import BlockShape, Cost, split_product, unprotected_product
 from .base import BlockOps, Method, Step, Turn, check_switches, run_unfused
 
 
@@ -64,6 +64,6 @@ class ToMe(Method):
 
 @torch.no_grad()
 def _match_keys(k: Tensor, r: int, protected: int) -> Assignment:
-    metric = criteria.unit_rows(k.mean(dim=1))
+    metric = matching.unit_rows(k.mean(dim=1))
     sources, targets = matching.alpha(metric, protected), matching.beta(metric, protected)
     return matching.match_one_way(sources @ targets.transpose(1, 2), r, protected=protected)

@@ -14,8 +14,8 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from ..tiny_imagenet import CLASSES, class_names
-from .parts import Stem, build, pretrained_config, stem_layer
+from ._common import Stem, build, pretrained_config, stem_layer
+from .class_names import TINY_IMAGENET_CLASSES, class_names
 
 WEIGHTS = Path(__file__).parent / "weights" / "embedded.safetensors"
 _PATCH = 4
@@ -46,7 +46,7 @@ class SmallStem(Stem):
 default_cfgs = generate_default_cfgs(
     {
         "embedded": pretrained_config(
-            num_classes=CLASSES,
+            num_classes=TINY_IMAGENET_CLASSES,
             label_names=tuple(class_names()),
             label_descriptions=dict(class_names()),
             input_size=(3, _SIDE, _SIDE),

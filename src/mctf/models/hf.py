@@ -10,9 +10,8 @@ from torch import nn
 
 from ..errors import MctfError
 from ..hosts import find_host
-from .hf_images import ImageModel
-from .hf_preprocessing import read_preprocessing
-from .pretrained import hub_answers
+from .hf_images import ImageModel, read_preprocessing
+from .loading import hub_answers
 
 _WANTED = "a directory written by save_pretrained, or a name on the model hub"
 _FILES = ("preprocessor_config.json", "processor_config.json")

@@ -1,16 +1,34 @@
-"""From a name and perhaps a file to a model in evaluation mode."""
+"""Several models around one set of weights."""
 
+import copy
+import ssl
+import threading
+import urllib.error
+import urllib.request
 from argparse import Namespace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MctfError, did_you_mean
-from ..learned import keep_aside, split_state
-from .pretrained import WeightsUnavailableError, pretrained_options
+from ..methods._layers import keep_aside, split_state
 from .registration import register
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def copy_sharing_weights(model: nn.Module) -> nn.Module:
+    """Modules of its own around the same tensors."""
+    tensors = chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+# MERGED from mctf.models.loading:
+# From a name and perhaps a file to a model in evaluation mode.
 
 # What checkpoints call the state_dict inside them; averaged weights first, as they are the ones that authors report.
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
@@ -159,3 +177,113 @@ def _unwrapped(loaded: Any) -> Any:
         inner = [loaded[name] for name in _WRAPPERS if isinstance(loaded, dict) and isinstance(loaded.get(name), dict)]
         loaded = inner[0] if inner else loaded
     return loaded
+
+
+# MERGED from mctf.models.loading:
+# Pretrained weights without a long wait: from the local cache, else from a hub that answers at once.
+
+PATIENCE = 2.0  # seconds for the hub's first answer; its own client retries for most of a minute
+
+
+class WeightsUnavailableError(MctfError):
+    """Pretrained weights that can be neither found nor fetched: weights from a file, or random ones, will do."""
+
+
+def pretrained_options(name: str) -> dict[str, object]:
+    """Options that make timm create this model with pretrained weights; raises an error where there are none."""
+    import timm
+
+    config = timm.get_pretrained_cfg(name)
+    if config is None or not config.hf_hub_id or config.custom_load == "hf":
+        return {"pretrained": True}
+    cached = _cached_file(config.hf_hub_id, config.hf_hub_filename)
+    if cached is not None:
+        # custom_load speaks of files in their authors' format; those on the hub have timm's
+        return {"pretrained": True, "pretrained_cfg_overlay": {"file": cached, "custom_load": False}}
+    if not hub_answers():
+        raise WeightsUnavailableError(
+            f"the pretrained weights of {name} are not in the cache and the model hub does not answer: "
+            "pass a file with --weights"
+        )
+    return {"pretrained": True}
+
+
+def hub_answers(*, patience: float = PATIENCE) -> bool:
+    """Whether the model hub sends any response within so many seconds. In a thread: name look-up knows no timeout."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answers: list[bool] = []
+    probe = threading.Thread(target=lambda: answers.append(_responds(constants.ENDPOINT, patience)), daemon=True)
+    probe.start()
+    probe.join(patience)
+    return bool(answers) and answers[0]
+
+
+def _responds(address: str, patience: float) -> bool:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=patience):
+            return True
+    except urllib.error.HTTPError:
+        return True  # it refuses this address, but it is there
+    except urllib.error.URLError as failure:
+        return isinstance(failure.reason, ssl.SSLError)  # the hub's client may trust other certificates
+    except (OSError, ValueError):
+        return False
+
+
+def _cached_file(hub_id: str, file_name: str | None) -> str | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, _, revision = hub_id.partition("@")
+    for candidate in (file_name,) if file_name else ("model.safetensors", "pytorch_model.bin"):
+        found = try_to_load_from_cache(repository, candidate, revision=revision or None)
+        if isinstance(found, str):
+            return found
+    return None
+
+
+# MERGED from mctf.models.loading:
+# Where a verb's model gets its weights from, and how that is said.
+
+RANDOM = "random"
+
+
+def load_described(
+    name: str, *, weights: Path | None, random: bool, image_size: tuple[int, int] | None = None
+) -> tuple["nn.Module", str]:
+    """A model, and the words for its weights: "pretrained", "random" or the file's name."""
+    pass
+    pass
+
+    if random and weights is not None:
+        raise MctfError("--weights and --random-weights exclude each other: give one of them")
+    if random:
+        return _random_model(name, image_size), RANDOM
+    try:
+        model = load_model(name, weights=weights, image_size=image_size)
+    except WeightsUnavailableError as failure:
+        raise WeightsUnavailableError(f"{failure}, or do without with --random-weights") from None
+    return model, "pretrained" if weights is None else weights.name
+
+
+def load_or_random(name: str, *, weights: Path | None) -> tuple["nn.Module", str]:
+    """The same without insisting: random weights where no file is given and pretrained ones cannot be had."""
+    pass
+
+    try:
+        return load_described(name, weights=weights, random=False)
+    except WeightsUnavailableError:
+        return load_described(name, weights=None, random=True)
+
+
+def _random_model(name: str, image_size: tuple[int, int] | None) -> "nn.Module":
+    """The same random weights every time."""
+    import torch
+
+    pass
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return create(name, image_size=image_size)

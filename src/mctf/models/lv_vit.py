@@ -14,7 +14,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from ..errors import MctfError
-from .parts import COMMON, ConstantScale, Stem, block_layer, build, pretrained_config, stem_layer
+from ._common import COMMON, ConstantScale, Stem, block_layer, build, pretrained_config, stem_layer
 
 AUX_WEIGHT = 0.5  # of the strongest token's logits beside the class token's
 

@@ -16,7 +16,7 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from .parts import COMMON, ConstantScale, Stem, block_layer, build, pretrained_config, stem_layer
+from ._common import COMMON, ConstantScale, Stem, block_layer, build, pretrained_config, stem_layer
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..api import fused_stack
 from ..core.schedule import Entry
 from ..errors import MctfError
-from .branches import Branch, run_branches
+from .two_branch import Branch, run_branches
 
 
 @dataclass(frozen=True)

@@ -19,20 +19,18 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..core.schedule import Entry
 from ..data.feed import Feed
-from ..data.seeds import generator_for, seed_of
+from ..data.sampler import generator_for, seed_of
+from ..distributed import Processes, from_first, gather
 from ..errors import MctfError
-from ..processes import Processes, from_first, gather
-from .checkpoints import Checkpoints, read
+from .checkpoint import Checkpoints, Snapshots, read
+from .config import Recipe
 from .consistency import Losses
-from .distillation import Teacher
-from .interruption import Interruption, StoppedError
-from .logs import Logs, Record
-from .meters import Meters
+from .logging import Logs, Meters, Record
 from .objective import Objective
-from .optimiser import Schedule, Steps
-from .recipe import Recipe
-from .snapshots import Snapshots
-from .watch import Watch
+from .optimizer import Schedule, Steps
+from .rank_sync import Watch
+from .signals import Interruption, StoppedError
+from .teachers import Teacher
 
 OnStep = Callable[[int, Record | None], None]
 

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.schedule import Entry
-from .branches import Branch, run_branch, run_branches
 from .consistency import Consistency, Losses
-from .distillation import Distillation
-from .original import Original
+from .teachers import Distillation, Original
+from .two_branch import Branch, run_branch, run_branches
 
 
 class ExtraLoss(Protocol):

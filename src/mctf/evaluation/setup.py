@@ -1,0 +1,169 @@
+"""What the verbs that measure a model on images have in common: their options, the model, the images, the facts."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .._utils import counted
+from ..cli.options import (
+    FILE,
+    batch_size_option,
+    classes_option,
+    crop_option,
+    device_option,
+    dtype_option,
+    image_size_option,
+    json_option,
+    limit_option,
+    output_option,
+    parse_image_size,
+    progress_option,
+    threads_option,
+    weights_option,
+)
+from ..errors import MctfError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import device as Device
+
+    from ..data import Batches, ImageFiles, Labels, Preprocessing
+    from ..distributed import Processes
+
+_MOST_WORKERS = 8
+
+_OPTIONS = (
+    click.option("--data", required=True, type=FILE, help="Folder or zip file of class/name images."),
+    weights_option,
+    classes_option,
+    image_size_option,
+    crop_option,
+    batch_size_option,
+    limit_option,
+    click.option("--workers", type=click.IntRange(0), help="Processes that read images; none on the CPU by default."),
+    device_option,
+    dtype_option,
+    threads_option,
+    progress_option,
+    output_option,
+    json_option,
+)
+
+
+def measuring_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of `Measuring`, --output and --json."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on its device, and the images: all of them, and in batches those of this process."""
+
+    model: Any
+    images: "ImageFiles"
+    labels: "Labels"
+    preprocessing: "Preprocessing"
+    batches: "Batches"
+    processes: "Processes"
+
+    def sample(self, count: int) -> "Tensor":
+        """So many images, evenly spaced over those of all processes, as the model takes them: B 3 H W."""
+        import torch
+
+        chosen, transform = self.images.spaced(count), self.preprocessing.transform()
+        weight = next(self.model.parameters())
+        pixels = torch.stack([transform(chosen.read(index)) for index in range(len(chosen))])
+        return pixels.to(weight.device, weight.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """What the user asked for; the fields are options of the command."""
+
+    model: str
+    data: Path
+    weights: Path | None
+    classes: Path | None
+    image_size: str | None
+    crop_pct: float | None
+    batch_size: int
+    limit: int | None
+    workers: int | None
+    device_name: str | None
+    dtype: str
+    threads: int | None
+    progress: bool | None
+
+    @contextmanager
+    def open(self) -> Iterator[Subject]:
+        """Everything found and loaded; in one of the processes of torchrun, where there are several."""
+        import torch
+
+        from ..data import Batches, Preprocessing, find_images, find_labels
+        from ..data.dataset import share, spaced
+        from ..distributed import joined
+        from ..models.loading import load_model
+        from .environment import pick_device
+
+        size = parse_image_size(self.image_size)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        torch.manual_seed(0)  # layers that nobody has trained are the same in every run and process
+        images = find_images(self.data)
+        with joined(pick_device(self.device_name)) as processes:
+            device = processes.device
+            model: Any = load_model(self.model, weights=self.weights, image_size=size)
+            model = model.to(device, getattr(torch, self.dtype))
+            labels = find_labels(images, num_classes=model.num_classes, table=self.classes)
+            images, labels = spaced(images, labels, self.limit or len(images))
+            preprocessing = Preprocessing.of(model, crop_pct=self.crop_pct)
+            batches = Batches(
+                *share(images, labels, processes),
+                preprocessing.transform(),
+                batch_size=self.batch_size,
+                workers=_workers(self.workers, device),
+            )
+            try:
+                yield Subject(model, images, labels, preprocessing, batches, processes)
+            except torch.OutOfMemoryError:
+                raise MctfError(
+                    f"{device} has too little memory for batches of {self.batch_size}: lower --batch-size"
+                ) from None
+
+    def facts(self, subject: Subject, *, images: int) -> dict[str, Any]:
+        """What was measured and on what, for the JSON object."""
+        from .environment import command_line, describe_device, versions
+
+        return {
+            "model": self.model,
+            "weights": None if self.weights is None else str(self.weights),
+            "data": str(self.data),
+            "images": images,
+            "preprocessing": asdict(subject.preprocessing),
+            "device": describe_device(subject.processes.device),
+            "processes": subject.processes.world,
+            "dtype": self.dtype,
+            "batch_size": self.batch_size,
+            "versions": versions(),
+            "command": command_line(),
+        }
+
+
+def title_of(facts: dict[str, Any]) -> str:
+    """The line above a table of these facts."""
+    images = counted(facts["images"], "image")
+    return f"{facts['model']} on {images} of {facts['data']}, {facts['device']}, {facts['dtype']}"
+
+
+def _workers(asked: int | None, device: "Device") -> int:
+    """Beside a GPU all cores but one read images; beside a CPU that computes they would spoil its timing."""
+    if asked is not None:
+        return asked
+    return 0 if device.type == "cpu" else min(_MOST_WORKERS, max(0, (os.cpu_count() or 1) - 1))

@@ -1,0 +1,176 @@
+"""What a fused model will cost, worked out from shapes alone: nothing is run and nothing is changed."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from ._utils import listed, name_blocks
+from .core.flops import Cost
+from .core.schedule import Entry, Reduction, ReductionSpec, make_schedule, read_blocks, reductions
+from .errors import MctfError
+from .hosts import Architecture, find_host
+from .methods import make_method
+from .methods._layers import split_state
+from .methods.base import Adaptive, Method, check_switches
+from .models.loading import create_empty
+
+DEPENDS = "how many tokens leave depends on the image: token counts and GFLOPs are upper bounds"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tokens and multiply-adds of every block of one model under one setting.
+
+    gflops and gflops_base, that of the plain model, follow the paper's accounting (fvcore's convention: one FLOP a
+    multiply-add). gflops_run counts what this implementation executes, which the paper's formula does not; with r = 0
+    that is the plain model as fvcore counts it, and differs from gflops_base for LV-ViT alone, whose second
+    classifier the paper leaves out. adaptive: whether each image decides how many tokens remain; what is said here then
+    is the most that it can be, and `mctf.evaluation.adaptive_flops` says what it is. parameters: of the model with the layers
+    of a learned method; learned_parameters: of these layers alone.
+    """
+
+    model: str
+    method: str
+    r: ReductionSpec
+    image_tokens: int
+    reductions: tuple[Reduction, ...]
+    block_gflops: tuple[float, ...]
+    gflops: float
+    gflops_base: float
+    gflops_run: float
+    adaptive: bool = False
+    parameters: int = 0
+    learned_parameters: int = 0
+
+    @property
+    def token_counts(self) -> list[int]:
+        """Tokens leaving each block."""
+        return [step.remaining for step in self.reductions]
+
+    @property
+    def saved(self) -> float:
+        """Share of the base model's FLOPs that fusing saves, by the paper's accounting."""
+        return 1 - self.gflops / self.gflops_base
+
+    @property
+    def capped(self) -> list[int]:
+        """Blocks that fewer tokens leave than was asked for."""
+        return [block for block, step in enumerate(self.reductions) if step.taken < step.asked]
+
+    @property
+    def notes(self) -> list[str]:
+        """A line where r had to be capped in some blocks, and one where images decide."""
+        notes = [DEPENDS] if self.adaptive else []
+        if capped := self.capped:
+            asked, taken = (listed([getattr(self.reductions[i], kind) for i in capped]) for kind in ("asked", "taken"))
+            notes.insert(0, f"{name_blocks(capped)}: r={asked} capped to {taken} for want of tokens")
+        return notes
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain numbers, for JSON."""
+        costs = ("gflops", "gflops_base", "gflops_run", "saved", "parameters", "learned_parameters")
+        return {name: getattr(self, name) for name in ("model", "method", "r", "token_counts", *costs, "notes")}
+
+    def __str__(self) -> str:
+        rows = [f"{self.model}, {self.method} r={self.r}", "block  tokens in  fused  tokens out  GFLOPs"]
+        for index, (step, cost) in enumerate(zip(self.reductions, self.block_gflops, strict=True)):
+            rows.append(f"{index:5d}{step.tokens:11d}{step.taken:7d}{step.remaining:12d}{cost:8.3f}")
+        change = f"{self.saved:.0%} saved" if self.saved >= 0 else f"{-self.saved:.0%} more"
+        rows.append(f"{self.gflops:.2f} GFLOPs of {self.gflops_base:.2f} ({change})")
+        if self.learned_parameters:
+            rows.append(
+                f"{self.parameters / 1e6:.1f} M parameters, {self.learned_parameters / 1e6:.2f} M of them learned"
+            )
+        return "\n".join(rows + [f"note: {note}" for note in self.notes])
+
+
+def plan(
+    model: nn.Module | str,
+    *,
+    r: ReductionSpec | None = None,
+    blocks: Iterable[int] | None = None,
+    method: str = "mctf",
+    image_size: int | tuple[int, int] | None = None,
+    dense: bool = False,
+    **options: object,
+) -> Plan:
+    """Token counts and GFLOPs of a model (or its name: timm's, or hf:NAME) under a setting, without running it."""
+    check_switches(dense=dense)
+    size = _read_size(image_size)
+    made = make_method(method, options)
+    module = create_empty(model, image_size=size) if isinstance(model, str) else model
+    host = find_host(module)
+    made = made.suited(class_token=host.class_token)
+    architecture = host.architecture(size)
+    r = made.default_r if r is None else r
+    schedule = make_schedule(
+        r,
+        depth=len(architecture.blocks),
+        blocks=read_blocks(blocks),
+        default_blocks=made.default_blocks(len(architecture.blocks)),
+    )
+    result = _plan(replace(architecture, reads_every_token=architecture.reads_every_token or dense), made, schedule, r)
+    learned = _learned_parameters(architecture, made, schedule)
+    own, _ = split_state(dict(module.named_parameters()))
+    parameters = learned + sum(value.numel() for value in own.values())
+    return replace(result, parameters=parameters, learned_parameters=learned)
+
+
+def _learned_parameters(architecture: Architecture, method: Method, schedule: Sequence[Entry]) -> int:
+    with torch.device("meta"):
+        layers = method.make_layers(architecture.blocks, schedule)
+    return 0 if layers is None else sum(value.numel() for value in layers.parameters())
+
+
+def _read_size(image_size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    if image_size is None:
+        return None
+    sides = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise MctfError(f"image_size={image_size!r} is not a size: write 384 or (384, 512), height and width in pixels")
+    return sides[0], sides[1]
+
+
+def _plan(architecture: Architecture, method: Method, schedule: Sequence[Entry], r: ReductionSpec) -> Plan:
+    steps = reductions(schedule, architecture.tokens, protected=architecture.protected, method=method)
+    costs = block_costs(architecture, method, schedule, steps)
+    every = architecture.tokens
+    whole = whole_cost(architecture, costs, every if architecture.reads_every_token else steps[-1].remaining)
+    plain = [Cost(paper=shape.plain(every), run=shape.plain(every)) for shape in architecture.blocks]
+    return Plan(
+        model=architecture.name,
+        method=method.name,
+        r=r,
+        image_tokens=every,
+        reductions=tuple(steps),
+        block_gflops=tuple(cost.paper / 1e9 for cost in costs),
+        gflops=whole.paper / 1e9,
+        gflops_base=whole_cost(architecture, plain, every).paper / 1e9,
+        gflops_run=whole.run / 1e9,
+        adaptive=method.adaptive,
+    )
+
+
+def block_costs(
+    architecture: Architecture, method: Method, schedule: Sequence[Entry], steps: Sequence[Reduction]
+) -> list[Cost]:
+    """Multiply-adds of every block whose tokens are reduced so."""
+    costs = []
+    for shape, entry, step in zip(architecture.blocks, schedule, steps, strict=True):
+        if method.adaptive and entry:
+            cost = cast(Adaptive, method).cost_of(shape, step.tokens, step.remaining, protected=architecture.protected)
+        else:
+            cost = method.cost(shape, step.tokens, step.taken, protected=architecture.protected)
+        costs.append(cost)
+    return costs
+
+
+def whole_cost(architecture: Architecture, blocks: Sequence[Cost], left: int) -> Cost:
+    """Multiply-adds of the whole model, after whose blocks so many tokens are left."""
+    around = architecture.stem + architecture.head + architecture.head_per_token * left
+    second_head = architecture.second_head * (left - architecture.protected)
+    paper, run = sum(cost.paper for cost in blocks), sum(cost.run for cost in blocks)
+    return Cost(paper=around + paper, run=around + second_head + run)

@@ -1,0 +1,317 @@
+"""`mctf eval` as people call it: tables, JSON, files, and one line for everything that is wrong."""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+from safetensors.torch import save_file
+
+import mctf.evaluation.evaluate
+from helpers.command_line import Command, Outcome
+from helpers.images import write_folder, zip_folder
+from helpers.shared_data import SHARED, needs_shared
+from mctf.cli.output import write_text
+
+KEYS = ["r", "method", "top1", "top5", "agreement", "kl", "kl_error", "class_cosine"]
+KEYS += ["gflops", "images_per_second", "mean_tokens"]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capfd, "eval")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images of three classes, the same in a zip file, a class table and weights of a tiny model."""
+    place = tmp_path_factory.mktemp("eval")
+    write_folder(place / "pictures", *(f"{name}/{index}.jpg" for name in ("cat", "dog", "emu") for index in range(2)))
+    zip_folder(place / "pictures", place / "pictures.zip")
+    write_folder(place / "flat", "a.png", "b.png", "c.png")
+    (place / "classes.tsv").write_text("1\tcat\tTabby\n0\tdog\tPug\n2\temu\tEmu\n")
+    save_file(timm.create_model("test_vit", num_classes=3).state_dict(), place / "tiny.safetensors")
+    return place
+
+
+@pytest.fixture
+def basic(place: Path) -> list[object]:
+    """Arguments of a call that works."""
+    return ["test_vit", "--data", place / "pictures", "--weights", place / "tiny.safetensors", "--batch-size", 4]
+
+
+def rows_of(answer: Outcome) -> list[dict[str, Any]]:
+    assert answer.code == 0, answer.err
+    return json.loads(answer.out)["rows"]
+
+
+def fidelity_of(answer: Outcome) -> list[list[Any]]:
+    return [[row[key] for key in KEYS if key != "images_per_second"] for row in rows_of(answer)]
+
+
+class TestJson:
+    def test_has_a_row_for_every_method_and_r(self, run: Command, basic: list[object]) -> None:
+        answer = run(*basic, "-r", "0,4,fast", "--method", "mctf,tome", "--json")
+        rows = rows_of(answer)
+        assert answer.err == ""
+        assert [(row["method"], row["r"]) for row in rows] == [
+            (method, r) for method in ("mctf", "tome") for r in (0, 4, "fast")
+        ]
+        for row in rows:
+            assert list(row) == KEYS
+            assert all(0 <= row[key] <= 100 for key in ("top1", "top5", "agreement"))
+            assert row["images_per_second"] > 0
+        assert rows[0]["agreement"] == 100
+        assert rows[0]["kl"] == 0
+        assert rows[0]["kl_error"] == 0
+        assert rows[1]["kl"] > 0
+        assert rows[1]["kl_error"] > 0
+        assert rows[1]["gflops"] < rows[0]["gflops"]
+
+    def test_says_what_was_measured(self, run: Command, basic: list[object], place: Path) -> None:
+        found = json.loads(run(*basic, "-r", "4", "--json", "--device", "cpu", "--limit", "5").out)
+        assert found["model"] == "test_vit"
+        assert found["data"] == str(place / "pictures")
+        assert found["images"] == 5
+        assert found["device"].startswith("cpu")
+        assert found["dtype"] == "float32"
+        assert found["versions"]["mctf"] == mctf.__version__
+        assert found["command"].startswith("mctf eval test_vit --data ")
+        assert found["preprocessing"]["crop_pct"] == 0.95
+        assert [(row["method"], row["r"]) for row in found["rows"]] == [("base", 0), ("mctf", 4)]
+
+    def test_each_pair_is_measured_once(self, run: Command, basic: list[object]) -> None:
+        rows = rows_of(run(*basic, "-r", "4,4", "--method", "tome,tome", "--json"))
+        assert [(row["method"], row["r"]) for row in rows] == [("base", 0), ("tome", 4)]
+
+    def test_folder_zip_and_workers_give_the_same(self, run: Command, basic: list[object], place: Path) -> None:
+        expected = fidelity_of(run(*basic, "-r", "0,4", "--json"))
+        basic[2] = place / "pictures.zip"
+        assert fidelity_of(run(*basic, "-r", "0,4", "--json")) == expected
+        assert fidelity_of(run(*basic, "-r", "0,4", "--json", "--workers", 2)) == expected
+
+    def test_the_table_of_classes_decides_the_accuracy(self, run: Command, basic: list[object], place: Path) -> None:
+        def top1(*options: object) -> float:
+            return rows_of(run(*basic, "-r", "0", "--json", *options))[0]["top1"]
+
+        (place / "shifted.tsv").write_text("1\tcat\n2\tdog\n0\temu\n")
+        (place / "turned.tsv").write_text("2\tcat\n0\tdog\n1\temu\n")
+        shares = [top1(), top1("--classes", place / "shifted.tsv"), top1("--classes", place / "turned.tsv")]
+        assert sum(shares) == pytest.approx(100)  # each image is right under exactly one of the three rotations
+
+    def test_unlabelled_images_have_null_accuracy(self, run: Command, basic: list[object], place: Path) -> None:
+        basic[2] = place / "flat"
+        answer = run(*basic, "-r", "4", "--json")
+        for row in rows_of(answer):
+            assert row["top1"] is None
+            assert row["top5"] is None
+            assert row["agreement"] is not None
+        assert json.loads(answer.out)["notes"] == ["the images lie in no class folders, so accuracy is unknown"]
+
+    def test_image_size_and_crop_reach_the_model(self, run: Command, basic: list[object]) -> None:
+        found = json.loads(run(*basic, "-r", "0", "--json", "--image-size", "96x128", "--crop-pct", "0.5").out)
+        assert found["preprocessing"]["image_size"] == [96, 128]
+        assert found["preprocessing"]["crop_pct"] == 0.5
+        tiny = timm.create_model("test_vit", num_classes=3, img_size=(96, 128))
+        assert found["rows"][0]["gflops"] == mctf.plan(tiny, r=0, image_size=(96, 128)).gflops_base
+
+    def test_other_dtypes_and_blocks(self, run: Command, basic: list[object]) -> None:
+        rows = rows_of(run(*basic, "-r", "4", "--json", "--dtype", "bfloat16", "--blocks", "2"))
+        assert rows[1]["gflops"] == mctf.plan(timm.create_model("test_vit", num_classes=3), r=4, blocks=[2]).gflops
+
+    def test_options_reach_the_method(self, run: Command, basic: list[object]) -> None:
+        asked = ["--option", "attention=exact", "--option", "bidirectional=false"]
+        rows = rows_of(run(*basic, "-r", "4", "--json", *asked))
+        tiny = timm.create_model("test_vit", num_classes=3)
+        assert rows[1]["gflops"] == mctf.plan(tiny, r=4, attention="exact", bidirectional=False).gflops
+        assert rows[1]["gflops"] != mctf.plan(tiny, r=4).gflops
+
+
+class TestText:
+    def test_is_a_table_with_notes(self, run: Command, basic: list[object], place: Path) -> None:
+        basic[2] = place / "flat"
+        answer = run(*basic, "-r", "0,60")
+        assert answer.code == 0
+        assert answer.err == ""
+        assert "test_vit on 3 images of " in answer.out
+        heading = next(line for line in answer.out.splitlines() if "agree" in line)
+        assert all(word in heading for word in ("method", "top-1", "top-5", "KL", "cosine", "GFLOPs", "images/s"))
+        plain = next(line for line in answer.out.splitlines() if line.split()[:2] == ["mctf", "0"])
+        assert plain.split()[2:7] == ["-", "-", "100.0", "0.0000", "1.0000"]
+        assert "note: the images lie in no class folders" in answer.out
+        assert "note: mctf r=60 is capped for want of tokens in blocks 1 to " in answer.out
+
+    def test_progress_goes_to_stderr_when_asked_for(self, run: Command, basic: list[object]) -> None:
+        answer = run(*basic, "-r", "0", "--json", "--progress")
+        assert "batches" in answer.err
+        json.loads(answer.out)
+
+    def test_help_has_examples(self, run: Command) -> None:
+        answer = run("--help")
+        assert answer.code == 0
+        assert "mctf eval deit_small_patch16_224 --data" in answer.out
+
+
+class TestOutput:
+    def test_is_the_json_object(self, run: Command, basic: list[object], tmp_path: Path) -> None:
+        answer = run(*basic, "-r", "0,4", "--output", tmp_path / "rows.json", "--json")
+        assert json.loads((tmp_path / "rows.json").read_text()) == json.loads(answer.out)
+        assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+
+    def test_is_whole_or_as_it_was(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "rows.json"
+        path.write_text("before")
+
+        def full_disk(self: Path, content: bytes) -> None:
+            with open(self, "wb") as file:
+                file.write(content[:3])
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_bytes", full_disk)
+        with pytest.raises(mctf.MctfError, match=r"rows\.json cannot be written \(No space left on device\)"):
+            write_text(path, "after")
+        assert path.read_text() == "before"
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_an_interrupt_leaves_nothing(
+        self, run: Command, basic: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted(*arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(mctf.evaluation.evaluate, "_measure", interrupted)
+        answer = run(*basic, "-r", "4", "--output", tmp_path / "rows.json", "--json")
+        assert (answer.code, answer.out, answer.err.strip()) == (130, "", "mctf: interrupted")
+        assert list(tmp_path.iterdir()) == []
+
+
+def assert_refused(answer: Outcome, *words: str) -> None:
+    """Exit code 2, nothing on stdout and one line on stderr with these words."""
+    assert answer.code == 2
+    assert answer.out == ""
+    assert answer.err.startswith("mctf: ")
+    assert answer.err.count("\n") == 1
+    for word in words:
+        assert word in answer.err
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Outcome(0, "", "mctf: no\n"),
+        Outcome(2, "half a table", "mctf: no\n"),
+        Outcome(2, "", "mctf: no\nTraceback\n"),
+        Outcome(2, "", "no\n"),
+        Outcome(2, "", "mctf: yes\n"),
+    ],
+)
+def test_assert_refused_can_fail(answer: Outcome) -> None:
+    with pytest.raises(AssertionError):
+        assert_refused(answer, "no")
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (["-r", "-4"], ["r=-4 is negative"]),
+            (["-r", "nan"], ["r='nan' is not a number"]),
+            (["-r", "1.5"], ["r=1.5 is neither"]),
+            (["-r", ","], ["name at least one r"]),
+            (["--method", "mctv"], ["unknown method 'mctv': did you mean 'mctf'"]),
+            (["--method", ","], ["one method"]),
+            (["--option", "pooling"], ["--option 'pooling' is no NAME=VALUE"]),
+            (["--option", "poling=size"], ["method 'mctf' has no option 'poling': did you mean 'pooling'"]),
+            (["--method", "mctf,tome", "--option", "pooling=size"], ["--option speaks of one method"]),
+            (["--blocks", "2,x"], ["--blocks '2,x' is not a list of numbers"]),
+            (["--blocks", "77"], ["blocks names 77, but the model has blocks 0 to"]),
+            (["--image-size", "big"], ["--image-size 'big' is not a size"]),
+            (["--crop-pct", "0"], ["--crop-pct"]),
+            (["--batch-size", "0"], ["--batch-size"]),
+            (["--limit", "0"], ["--limit"]),
+            (["--device", "abacus"], ["device 'abacus' cannot be used"]),
+            (["--dtype", "int8"], ["--dtype"]),
+            (["--weights", "nowhere.pt"], ["there is no weights file nowhere.pt"]),
+            (["--classes", "nowhere.tsv"], ["there is no class table nowhere.tsv"]),
+            (["--data", "nowhere"], ["there is no nowhere: give a folder or a zip file"]),
+            (["--output", "nowhere/rows.json"], ["there is no folder nowhere"]),
+            (["--output", "/"], ["/ is a folder"]),
+            (["--frobnicate"], ["--frobnicate"]),
+        ],
+    )
+    def test_bad_options(self, run: Command, basic: list[object], options: list[str], words: list[str]) -> None:
+        assert_refused(run(*basic, *options), *words)
+
+    def test_no_data(self, run: Command) -> None:
+        assert_refused(run("test_vit"), "--data")
+
+    def test_an_unknown_model(self, run: Command, basic: list[object]) -> None:
+        assert_refused(run("test_vitt", *basic[1:]), "timm has no model 'test_vitt': did you mean 'test_vit'")
+
+    def test_a_model_that_is_no_vision_transformer(self, run: Command, basic: list[object], tmp_path: Path) -> None:
+        save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "resnet.safetensors")
+        answer = run("test_resnet", *basic[1:], "--weights", tmp_path / "resnet.safetensors")
+        assert_refused(answer, "ResNet cannot be fused, it has no global attention")
+
+    def test_weights_of_another_model(self, run: Command, basic: list[object]) -> None:
+        assert_refused(run("test_vit2", *basic[1:]), "tiny.safetensors holds weights of another model")
+
+    def test_places_without_images(self, run: Command, basic: list[object], tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        assert_refused(run(*basic, "--data", tmp_path / "empty"), "is empty: expected images")
+        zipfile.ZipFile(tmp_path / "empty.zip", "w").close()
+        assert_refused(run(*basic, "--data", tmp_path / "empty.zip"), "is empty: expected images")
+        (tmp_path / "empty" / "notes.txt").write_text("nothing")
+        assert_refused(run(*basic, "--data", tmp_path / "empty"), "holds no images: expected files ending in")
+        assert_refused(run(*basic, "--data", tmp_path / "empty" / "notes.txt"), "neither a folder nor a readable zip")
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    @pytest.mark.parametrize("zipped", [False, True])
+    def test_a_damaged_image(
+        self, run: Command, basic: list[object], tmp_path: Path, workers: int, zipped: bool
+    ) -> None:
+        data = write_folder(tmp_path / "data", *(f"cat/{index}.png" for index in range(6)))
+        (data / "cat" / "5.png").write_bytes((data / "cat" / "5.png").read_bytes()[:200])
+        data = zip_folder(data, tmp_path / "data.zip") if zipped else data
+        answer = run(*basic, "--data", data, "--workers", workers, "--json", "--output", tmp_path / "rows.json")
+        assert_refused(answer, f"{data}/cat/5.png is no readable image", "repair or remove it")
+        assert not (tmp_path / "rows.json").exists()
+
+    @pytest.mark.parametrize(
+        ("table", "words"),
+        [
+            ("0\tcat\tTabby\n1\tdog\tPug\n", "class folder 'emu'"),
+            ("0\tcat\tTabby\n1 dog Pug\n", "expected index, folder and name between tabs"),
+            ("0\tcat\n1\tdog\n3\temu\n", "has class 3, but the model has 3 classes"),
+        ],
+    )
+    def test_class_tables_that_do_not_fit(
+        self, run: Command, basic: list[object], tmp_path: Path, table: str, words: str
+    ) -> None:
+        (tmp_path / "classes.tsv").write_text(table)
+        assert_refused(run(*basic, "--classes", tmp_path / "classes.tsv"), words)
+
+
+SAMPLE = ("data/imagenet-sample-500.zip", "data/deit_tiny_patch16_224.safetensors", "data/imagenet-classes.tsv")
+
+
+@pytest.mark.slow
+@needs_shared(*SAMPLE)
+def test_the_published_fidelity_on_real_images(run: Command) -> None:
+    """On 100 of the 500 images whose figures the published implementations gave, at the same crop."""
+    data, weights, classes = (SHARED / name for name in SAMPLE)
+    model = ["deit_tiny_patch16_224", "--data", data, "--weights", weights, "--classes", classes]
+    rows = rows_of(run(*model, "-r", "0,16", "--method", "mctf,tome", "--crop-pct", 0.875, "--limit", 100, "--json"))
+    plain, fused, _, merged = rows
+    # Near-ties between pairs of tokens may fall otherwise on another processor: one image in a hundred may then be
+    # answered otherwise, and KL moves by less than the 4 % by which it is to be reproduced.
+    assert plain["top1"] == pytest.approx(78, abs=1)
+    assert plain["top5"] == pytest.approx(95, abs=1)
+    assert fused["agreement"] == pytest.approx(93, abs=1)
+    assert fused["kl"] == pytest.approx(0.0499, abs=0.002)
+    assert fused["class_cosine"] == pytest.approx(0.9676, abs=0.002)
+    assert merged["agreement"] == pytest.approx(82, abs=1)
+    assert merged["kl"] == pytest.approx(0.1750, abs=0.006)
+    assert merged["class_cosine"] == pytest.approx(0.9207, abs=0.002)

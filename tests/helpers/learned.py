@@ -1,0 +1,78 @@
+"""Learned methods for tests: layers of known values, and a look at what they say while the model runs."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mctf
+from helpers.models import make, make_images
+from helpers.naive import NaiveBlock, assert_as_naive
+from mctf.methods._layers import UntrainedWarning, keep_aside, split_state
+
+
+def teach(model: nn.Module, method: str, r: Any, *, seed: int = 0, **options: Any) -> dict[str, Tensor]:
+    """Keep layers of random values aside in a model, so large that no score is near another; they are given as well.
+
+    The next fusing with this method takes them.
+    """
+    with warnings.catch_warnings(action="ignore", category=UntrainedWarning):
+        mctf.fuse(model, method, r=r, **options)
+    generator = torch.Generator().manual_seed(seed)
+    _, layers = split_state(model.state_dict())
+    for name, value in layers.items():
+        value.copy_(torch.randn(value.shape, generator=generator).to(value.dtype) / max(1, value[0].numel()) ** 0.5)
+        if name.endswith("read.0.weight"):  # of a LayerNorm
+            value.add_(1)
+    layers = {name: value.clone() for name, value in layers.items()}
+    mctf.unfuse(model)
+    keep_aside(model, layers)
+    return layers
+
+
+def taught_model(name: str, method: str, r: Any, **features: Any) -> Any:
+    """A fused model in float64 whose layers have values that matter."""
+    model = make(name, **features).double()
+    teach(model, method, r)
+    return mctf.fuse(model, method, r=r)
+
+
+def assert_as_taught_or_refused(
+    name: str, naive: Callable[[dict[str, Tensor]], NaiveBlock], *, method: str, schedule: Sequence[float]
+) -> None:
+    """The model of this name runs as `naive` does with the same layers, or is refused where heads talk (CaiT)."""
+    model = make(name).double()
+    if name.startswith("cait"):
+        assert_refused_for_talking_heads(model, method)
+        return
+    block = naive(teach(model, method, list(schedule)))
+    assert_as_naive(model, make_images(model, 2), block, method=method, schedule=schedule, with_sizes=False)
+
+
+def assert_refused_for_talking_heads(model: nn.Module, method: str) -> None:
+    """The error says why, and the model can still be fused by another method."""
+    with pytest.raises(mctf.MctfError, match=r"which heads that talk to each other \(CaiT\) have not: use '"):
+        mctf.fuse(model, method)
+    mctf.unfuse(mctf.fuse(model, "tome", r=4))
+
+
+def linear(layers: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return x @ layers[f"{name}.weight"].T + layers[f"{name}.bias"]
+
+
+def gelu(x: Tensor) -> Tensor:
+    return x * (1 + torch.erf(x / 2**0.5)) / 2
+
+
+def layer_norm(layers: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    centred = x - x.mean()
+    scaled = centred / (centred.square().mean() + 1e-5).sqrt()
+    return scaled * layers[f"{name}.weight"] + layers[f"{name}.bias"]
+
+
+def perceptron(layers: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """Three linear layers with GELU between them: two logits."""
+    return linear(layers, f"{name}.4", gelu(linear(layers, f"{name}.2", gelu(linear(layers, f"{name}.0", x)))))

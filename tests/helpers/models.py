@@ -1,0 +1,94 @@
+"""A matrix of tiny models, one for each feature of the supported libraries that fusing could get wrong.
+
+The families (tests/families) know how to build and run theirs; tests ask here, by the name of a model or the model.
+"""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from helpers.families import CLASSES, DEPTH, FAMILIES, Family
+
+__all__ = [
+    "CHOSEN",
+    "CLASSES",
+    "DEPTH",
+    "METHODS",
+    "NAMES",
+    "PAIRS",
+    "by_pickle",
+    "equal_tokens",
+    "family_of",
+    "make",
+    "make_images",
+    "names_of",
+    "run",
+    "tokens_of",
+]
+
+METHODS = ("mctf", "mctf_exact", "tome")
+_FAMILY_OF_NAME = {name: family for family in FAMILIES for name in family.builders}
+NAMES = tuple(_FAMILY_OF_NAME)
+CHOSEN = tuple(name for family in FAMILIES for name in family.chosen)
+PAIRS = tuple((name, METHODS[index % 3]) for index, name in enumerate(NAMES))  # each model, the methods in turn
+
+
+def names_of(wanted: Callable[[Family], bool]) -> tuple[str, ...]:
+    """Names of the models whose family is wanted."""
+    return tuple(name for name, family in _FAMILY_OF_NAME.items() if wanted(family))
+
+
+def family_of(model: nn.Module) -> Family:
+    """The family that knows this model, compiled or not."""
+    plain = getattr(model, "_orig_mod", model)
+    return next(family for family in FAMILIES if family.knows(plain))
+
+
+def run(model: nn.Module, images: Tensor) -> Tensor:
+    """What the model gives for images, as one tensor."""
+    return family_of(model).run(model, images)
+
+
+def make(name: str, *, seed: int = 0, **features: Any) -> Any:
+    """The model of this name in evaluation mode, its parameters drawn by `seed`; `features` add to its own."""
+    family = _FAMILY_OF_NAME[name]
+    model = family.builders[name](**features)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for path, module in model.named_modules():
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                family.randomise(f"{path}.{parameter_name}", module, parameter, generator)
+    return model.eval()
+
+
+def make_images(model: nn.Module, batch: int, *, seed: int = 0, size: tuple[int, int] | None = None) -> Tensor:
+    """Random images of the size and dtype that the model takes."""
+    height, width = size or family_of(model).image_size(model)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randn(batch, 3, height, width, generator=generator).to(next(model.parameters()).dtype)
+
+
+def by_pickle(model: nn.Module) -> nn.Module:
+    """The model saved whole and loaded again."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def tokens_of(model: nn.Module) -> int:
+    """Tokens entering the first block."""
+    return family_of(model).tokens(model)
+
+
+def equal_tokens(model: nn.Module, equal: int) -> Tensor:
+    """Prefix tokens and runs of `equal` identical neighbours, in float64: 2 N C."""
+    family = family_of(model)
+    prefix, patches = family.prefix(model), 48
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randn(2, prefix + patches // equal, family.width(model), generator=generator, dtype=torch.float64)
+    repeats = torch.tensor([1] * prefix + [equal] * (patches // equal))
+    return tokens.repeat_interleave(repeats, dim=1)

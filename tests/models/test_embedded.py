@@ -1,0 +1,211 @@
+"""The embedded model: its weights come with the package, know their classes and recognise what they were trained on."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from huggingface_hub import constants
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import mctf
+from helpers.command_line import Command, Outcome
+from helpers.flops import EXACT, counted
+from helpers.images import write_folder
+from helpers.shared_data import SHARED, needs_shared
+from mctf.data import Batches, Preprocessing, find_images, find_labels
+from mctf.evaluation.evaluate import Setting, evaluate
+from mctf.models.class_names import class_names, class_words
+from mctf.models.embedded import WEIGHTS
+from mctf.models.loading import load_model
+from mctf.viz.demo import photographs
+from mctf.viz.fused_patches import open_image
+
+VALIDATION = "data/tiny-imagenet-val.zip"
+TABLE = "data/tiny-imagenet-classes.tsv"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "embedded.md"
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
+def about() -> dict[str, Any]:
+    """What the file of weights says of itself."""
+    with safe_open(WEIGHTS, "pt") as file:
+        return json.loads(file.metadata()["about"])
+
+
+def same(model: nn.Module, state: dict[str, Tensor], *, but: tuple[str, ...] = ()) -> bool:
+    """Whether a model has the values of a file in the model's own dtype, some names aside."""
+    own = model.state_dict()
+    return all(torch.equal(own[name], value.to(own[name].dtype)) for name, value in state.items() if name not in but)
+
+
+class TestWeights:
+    def test_are_a_small_file_of_float16(self) -> None:
+        assert WEIGHTS.stat().st_size <= 4_000_000
+        dtypes = {value.dtype for value in load_file(WEIGHTS).values()}
+        assert dtypes == {torch.float16, torch.int64}, "the counters of batch norm are whole numbers"
+
+    def test_come_without_network_by_timm_and_by_mctf(self, offline: None) -> None:
+        state = load_file(WEIGHTS)
+        for model in (timm.create_model("embedded", pretrained=True), load_model("embedded")):
+            assert same(model, state)
+            assert next(model.parameters()).dtype == torch.float32
+        assert not same(timm.create_model("embedded"), state), "without pretrained=True weights are random"
+
+    def test_fit_other_classes_channels_and_image_sizes(self) -> None:
+        state = load_file(WEIGHTS)
+        ten = timm.create_model("embedded", pretrained=True, num_classes=10)
+        assert ten.head.weight.shape == (10, 128)
+        assert same(ten, state, but=("head.weight", "head.bias"))
+        grey = timm.create_model("embedded", pretrained=True, in_chans=1).eval()
+        assert grey(torch.zeros(1, 1, 64, 64)).shape == (1, 200)
+        large = load_model("embedded", image_size=(96, 64))
+        assert large.pos_embed.shape == (1, 1 + 24 * 16, 128)
+        assert large(torch.zeros(1, 3, 96, 64)).shape == (1, 200)
+        assert same(large, state, but=("pos_embed",))
+
+    def test_are_also_read_as_a_file(self) -> None:
+        assert same(load_model("embedded", weights=WEIGHTS), load_file(WEIGHTS))
+
+    def test_say_how_they_were_made_and_how_good_they_are(self) -> None:
+        facts = about()
+        assert "recipes/tiny_imagenet/embedded" in facts["command"]
+        assert facts["images"] == 5000
+        assert facts["top1"]["0"] >= 45
+        assert facts["top1"]["21"] >= facts["top1"]["0"] - 1, "at 41 % fewer FLOPs"
+
+
+@torch.inference_mode()
+def test_size_and_cost_are_those_that_its_page_names() -> None:
+    model = timm.create_model("embedded").eval()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 1_976_552
+    plan = mctf.plan("embedded", r=21)
+    assert plan.token_counts[0] == 257
+    assert (round(plan.gflops_base, 2), round(plan.gflops, 2)) == (0.74, 0.43)
+    assert counted(model, torch.zeros(1, 3, 64, 64)) == pytest.approx(plan.gflops_base, abs=EXACT)
+
+
+class TestClasses:
+    def test_are_numbered_in_the_order_of_their_wnids(self) -> None:
+        wnids = list(class_names())
+        assert len(wnids) == 200
+        assert wnids == sorted(wnids)
+        assert timm.create_model("embedded").pretrained_cfg["label_names"] == tuple(wnids)
+
+    @needs_shared(TABLE)
+    def test_are_those_of_the_dataset(self) -> None:
+        rows = [line.split("\t") for line in (SHARED / TABLE).read_text(encoding="utf-8").splitlines()]
+        assert [(index, wnid, names) for index, wnid, names in rows] == [
+            (str(index), wnid, names) for index, (wnid, names) in enumerate(class_names().items())
+        ]
+
+    @needs_shared(VALIDATION)
+    def test_are_found_by_the_folders_of_the_dataset(self) -> None:
+        images = find_images(SHARED / VALIDATION)
+        labels = find_labels(images, num_classes=200)
+        assert labels.indices is not None
+        wnids = list(class_names())
+        assert [wnids[index] for index in labels.indices] == list(images.folders or ())
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images in folders named by wnids, far fewer than the model has classes."""
+    return write_folder(tmp_path_factory.mktemp("pictures"), "n02123045/a.png", "n07920052/b.png", "n02123045/c.png")
+
+
+class TestCommands:
+    """Every verb takes the name and nothing else, without a network."""
+
+    @pytest.fixture
+    def command(self, offline: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+        return Command(monkeypatch, capsys)
+
+    def facts(self, outcome: Outcome) -> dict[str, Any]:
+        assert outcome.code == 0, outcome.err
+        return json.loads(outcome.out)
+
+    def test_eval_knows_its_classes(self, command: Command, pictures: Path) -> None:
+        found = self.facts(command("eval", "embedded", "--data", pictures, "-r", "0,16", "--json"))
+        assert found["notes"] == ["classes are numbered as in Tiny-ImageNet"]
+        assert all(row["top1"] is not None for row in found["rows"])
+
+    def test_compare(self, command: Command, pictures: Path) -> None:
+        options = ("--methods", "mctf,tome", "--gflops", "0.5", "--json")
+        found = self.facts(command("compare", "embedded", "--data", pictures, *options))
+        assert [row["method"] for row in found["rows"]].count("mctf") == 1
+
+    def test_visualize(self, command: Command, pictures: Path, tmp_path: Path) -> None:
+        file = pictures / "n02123045" / "a.png"
+        found = self.facts(command("visualize", file, "--model", "embedded", "-o", tmp_path / "x.png", "--json"))
+        assert found["weights"] == "pretrained"
+
+    def test_bench(self, command: Command) -> None:
+        found = self.facts(command("bench", "embedded", "-m", "mctf", "--batch", 1, "--rounds", 1, "--json"))
+        assert len(found["tables"][0]["rows"]) >= 3
+
+    def test_finetune_begins_with_its_weights(self, command: Command, pictures: Path, tmp_path: Path) -> None:
+        options = ("--epochs", 1, "--batch", 2, "--lr", 1e-9, "--min-lr", 0, "--output", tmp_path / "run", "--json")
+        found = self.facts(command("finetune", "embedded", "--data", pictures, *options))
+        assert found["steps"] == 1
+        trained, state = load_file(tmp_path / "run" / "model.safetensors"), load_file(WEIGHTS)
+        assert trained["head.weight"].shape == (2, 128), "the pictures have two classes"
+        name = "blocks.3.attn.qkv.weight"
+        assert (trained[name] - state[name].float()).abs().max() < 1e-7, "a step of AdamW is as long as its rate, 1e-9"
+
+
+class TestTrained:
+    """What only trained weights can do."""
+
+    @pytest.fixture(scope="class")
+    def model(self) -> nn.Module:
+        return timm.create_model("embedded", pretrained=True).eval()
+
+    @pytest.mark.parametrize("r", [0, 16, 19])
+    @torch.inference_mode()
+    def test_a_cup_of_coffee_is_recognised(self, model: nn.Module, r: int) -> None:
+        (file,) = (path for path in photographs() if path.stem == "coffee")
+        image = Preprocessing.of(model).transform()(open_image(file))[None]
+        mctf.fuse(model, r=r)
+        try:
+            answer = class_words(model)[int(model(image).argmax())]
+        finally:
+            mctf.unfuse(model)
+        assert answer == "espresso"
+
+    @pytest.mark.slow
+    @needs_shared(VALIDATION)
+    def test_accuracy_is_what_the_file_says_and_fusing_costs_little(self, model: nn.Module) -> None:
+        images = find_images(SHARED / VALIDATION).spaced(500)
+        labels = find_labels(images, num_classes=200)
+        batches = Batches(images, labels, Preprocessing.of(model).transform(), batch_size=50)
+        plain, fused = evaluate(model, batches, [Setting("mctf", 0), Setting("mctf", 19)]).rows
+        assert plain.top1 is not None
+        assert fused.top1 is not None
+        assert abs(plain.top1 - about()["top1"]["0"]) < 6.7, "three standard errors of 500 images"
+        assert fused.top1 > plain.top1 - 4
+
+
+def test_the_lines_of_its_page_run_as_printed(tmp_path: Path) -> None:
+    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL))
+    shutil.copy(photographs()[0], tmp_path / "cat.png")
+    surroundings = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=surroundings, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    names = {names.split(",")[0] for names in class_names().values()}
+    answers = [line.split(" ", 1) for line in ran.stdout.splitlines()[:3]]
+    assert all(share.endswith("%") and name in names for share, name in answers), ran.stdout

@@ -1,0 +1,51 @@
+"""docs/models.md says what the test matrix holds."""
+
+from importlib.util import find_spec
+
+import pytest
+from torch import nn
+
+import mctf
+from helpers import model_page
+from helpers.families.timm_eva import NEWER, SHARED_KEYS
+from helpers.model_features import FEATURES, features_of
+from helpers.model_page import PAGE, method_rows, page
+from helpers.models import NAMES, make
+
+complete = pytest.mark.skipif(
+    find_spec("transformers") is None or len(SHARED_KEYS) < len(NEWER),
+    reason="without transformers, or with an older timm, the matrix lacks some models",
+)
+
+
+@complete
+@pytest.mark.slow
+def test_the_page_is_made_from_the_matrix() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run make docs"
+
+
+@complete
+def test_every_feature_is_some_model_s_and_no_feature_is_every_model_s() -> None:
+    found = [set(features_of(make(name))) for name in NAMES]
+    assert set.union(*found) == set(FEATURES)
+    assert set.intersection(*found) == set()
+
+
+def test_features_are_seen() -> None:
+    assert features_of(make("registers")) == ["class token", "registers", "LayerScale"]
+    assert features_of(make("plain")) == ["class token"]
+    assert features_of(nn.Linear(2, 2)) == ["no class token"]
+
+
+def test_a_method_that_refuses_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: nn.Module, method: str) -> nn.Module:
+        if hasattr(model, "cls_token") and model.cls_token is None:
+            raise mctf.MctfError("needs a class token: take another")
+        return model
+
+    monkeypatch.setattr(mctf, "fuse", refuse)
+    monkeypatch.setattr(model_page, "NAMES", ("plain", "map_pool", "mean_pool"))
+    monkeypatch.setattr(mctf, "unfuse", lambda model: model)
+    assert method_rows({"tome": "merges"}) == (
+        "| `tome` | merges | not map_pool, mean_pool: needs a class token: take another |\n"
+    )

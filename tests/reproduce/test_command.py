@@ -1,0 +1,136 @@
+"""`mctf reproduce` as people call it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+from safetensors.torch import save_file
+
+from helpers.command_line import Command, Outcome
+from helpers.images import write_folder
+from mctf.reproduce import analyses, costs
+from mctf.reproduce.costs import Counted
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of three classes, and weights of a tiny model that knows as many."""
+    place = tmp_path_factory.mktemp("reproduce")
+    write_folder(place / "pictures", *(f"{name}/{index}.png" for name in ("cat", "dog", "emu") for index in range(2)))
+    save_file(timm.create_model("test_vit", num_classes=3).state_dict(), place / "tiny.safetensors")
+    return place
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(costs, "count", lambda row: Counted(row.r, row.gflops, row.params_m))
+    return Command(monkeypatch, capfd, "reproduce")
+
+
+@pytest.fixture
+def basic(place: Path) -> list[object]:
+    return ["test_vit", "--data", place / "pictures", "--weights", place / "tiny.safetensors", "--out", "report"]
+
+
+def said(outcome: Outcome) -> str:
+    """What was said on stderr before the note on classes."""
+    rest, note = outcome.err.rsplit("note: ", 1)
+    assert note == "classes are numbered by folder name\n"
+    return rest
+
+
+def test_it_writes_a_page_and_says_where(run, basic, tmp_path: Path) -> None:
+    outcome = run(*basic, "--only", "class_token,largest_token", "--table", "1")
+    assert (outcome.code, outcome.out) == (0, "report/index.html\n"), outcome.err
+    lines = said(outcome).splitlines()
+    assert [line.rsplit(" in ", 1)[0] for line in lines] == [
+        "1 of 3: costs_methods",
+        "2 of 3: class_token",
+        "3 of 3: largest_token",
+    ]
+    facts = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert list(facts["experiments"]) == ["costs_methods", "class_token", "largest_token"]
+    assert facts["facts"]["Images"] == "6 of pictures, 160x160, crop 0.95"
+    assert facts["facts"]["Model"] == "test_vit, weights: tiny.safetensors"
+    assert "--only class_token,largest_token" in facts["facts"]["Command"]
+
+
+def test_a_run_that_was_stopped_goes_on(run, basic, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    own = analyses.ClassToken.run
+
+    def stopped(self, task):
+        measured.append(self.name)
+        if len(measured) == 1:
+            raise KeyboardInterrupt
+        return own(self, task)
+
+    monkeypatch.setattr(analyses.ClassToken, "run", stopped)
+    first = run(*basic, "--only", "costs_methods,class_token")
+    assert (first.code, first.err.splitlines()[-1]) == (130, "mctf: interrupted")
+    second = run(*basic, "--only", "costs_methods,class_token", "--json")
+    assert said(second).startswith("measured before: costs_methods\n1 of 1: class_token in ")
+    assert list(json.loads(second.out)["experiments"]) == ["costs_methods", "class_token"]
+    third = run(*basic, "--only", "costs_methods,class_token")
+    assert said(third) == "measured before: costs_methods, class_token\n"
+    fourth = run(*basic, "--only", "class_token", "--again")
+    assert said(fourth).startswith("1 of 1: class_token in ")
+    assert len(measured) == 3
+
+
+def test_without_a_model_it_works_out_costs(run, tmp_path: Path) -> None:
+    assert run("--table", "1,2", "--out", "report").code == 0
+    facts = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert (list(facts["experiments"]), facts["left_out"]) == (["costs_methods", "costs_backbones"], {})
+
+
+def test_quick_uses_few_images_and_limit_fewer(run, place: Path, tmp_path: Path) -> None:
+    write_folder(tmp_path / "many", *(f"{index}.png" for index in range(100)))
+    options = ["test_vit", "--weights", place / "tiny.safetensors", "--only", "largest_token", "--quick", "--json"]
+    many = json.loads(run(*options, "--data", "many", "--out", "many_report").out)
+    assert len(many["experiments"]["largest_token"]["result"]["sizes"]["with_size"]) == 96
+    few = json.loads(run(*options, "--data", "many", "--out", "few_report", "--limit", 4).out)
+    assert len(few["experiments"]["largest_token"]["result"]["sizes"]["with_size"]) == 4
+
+
+def test_few_images_keep_the_classes_they_have_among_all(run, basic) -> None:
+    found = json.loads(run(*basic, "--only", "one_step_ahead", "--limit", 2, "--quick", "--json").out)
+    result = found["experiments"]["one_step_ahead"]["result"]
+    assert (result["images"], result["base"]["top1"] in (0.0, 50.0, 100.0)) == (2, True)
+
+
+def test_other_images_in_the_same_folder_are_refused(run, basic) -> None:
+    assert run(*basic, "--only", "largest_token").code == 0
+    line = run.refusal(*basic, "--only", "largest_token", "--limit", 3)
+    assert "report holds results for images 6, not 3" in line
+    assert "--again" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["test_vit", "--out", "report"], "MODEL and --data belong together"),
+        (["--data", "pictures", "--out", "report"], "MODEL and --data belong together"),
+        (["--only", "criteria", "--out", "report"], "criteria cannot be measured without images"),
+        (["--only", "criterion", "--out", "report"], "there is no experiment 'criterion'"),
+        (["--table", "7", "--out", "report"], "nothing is measured for Table 7"),
+        (["--table", "1", "--out", "file.txt"], "file.txt is a file: name a folder with --out"),
+        (["--table", "1"], "Missing option '--out'"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_and_nothing_is_written(
+    run, tmp_path: Path, arguments: list[str], complaint: str
+) -> None:
+    (tmp_path / "file.txt").write_text("")
+    assert complaint in run.refusal(*arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
+
+
+@pytest.mark.parametrize(("model", "complaint"), [("test_vitt", "did you mean"), ("resnet18", "cannot be fused")])
+def test_models_that_cannot_be_fused_are_refused(run, place: Path, tmp_path: Path, model: str, complaint: str) -> None:
+    save_file(timm.create_model("resnet18", num_classes=3).state_dict(), tmp_path / "resnet.safetensors")
+    options = ("--data", place / "pictures", "--weights", tmp_path / "resnet.safetensors", "--out", "report")
+    assert complaint in run.refusal(model, *options)
+    assert not (tmp_path / "report").exists()

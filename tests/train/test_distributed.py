@@ -1,0 +1,75 @@
+"""Several processes: each image is evaluated by exactly one, and all of them count."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from helpers.command_line import Command
+from helpers.images import write_folder
+from helpers.torchrun import run_together
+from mctf import MctfError
+from mctf.data import find_images, find_labels
+from mctf.data.dataset import share
+from mctf.distributed import Processes, from_first, gather, joined
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    return write_folder(
+        tmp_path / "pictures", *(f"{name}/{index}.png" for name in ("cat", "dog") for index in range(4))
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_shares_are_a_partition(pictures: Path, world: int) -> None:
+    images = find_images(pictures)
+    labels = find_labels(images, num_classes=2)
+    shares = [share(images, labels, Processes(rank, world, CPU)) for rank in range(world)]
+    assert sorted(name for part, _ in shares for name in part.names) == sorted(images.names)
+    for part, own in shares:
+        assert own.indices == tuple(0 if name.startswith("cat") else 1 for name in part.names)
+        assert own.notes == labels.notes
+
+
+def test_more_processes_than_images(pictures: Path) -> None:
+    images = find_images(pictures)
+    with pytest.raises(MctfError, match="holds fewer images than the 9 processes: start fewer of them"):
+        share(images, find_labels(images, num_classes=2), Processes(0, 9, CPU))
+
+
+def test_a_process_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with joined(CPU) as processes:
+        assert (processes.rank, processes.world, processes.first, processes.together) == (0, 1, True, False)
+        assert gather("mine") == ["mine"]
+        assert from_first("mine") == "mine"
+
+
+def rows(output: str) -> dict[str, Any]:
+    return json.loads(output[output.index("{") : output.rindex("}") + 1])
+
+
+@pytest.mark.slow
+def test_eval_in_two_processes_finds_what_one_finds(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (pictures / "cat" / "0.png").unlink()  # seven images: the shares are unequal
+    save_file(timm.create_model("test_vit", num_classes=2).state_dict(), tmp_path / "tiny.safetensors")
+    command = ["eval", "test_vit", "--data", pictures, "--weights", tmp_path / "tiny.safetensors", "-r", "0,8"]
+    command += ["--batch-size", 3, "--device", "cpu", "--json", "--image-size", 96]
+    one = rows(Command(monkeypatch, capfd)(*command).out)
+    printed = run_together(command, world=2, folder=tmp_path)
+    assert printed.count('"rows"') == 1
+    two = rows(printed)
+    assert (one["images"], two["images"]) == (7, 7)
+    assert (one["processes"], two["processes"]) == (1, 2)
+    for ours, theirs in zip(one["rows"], two["rows"], strict=True):
+        for name in ("r", "top1", "top5", "agreement", "kl", "kl_error", "class_cosine", "gflops"):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name  # batches are cut otherwise
