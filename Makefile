@@ -17,7 +17,7 @@ check: .venv/ready
 	$(BIN)/mypy
 
 docs: .venv/ready
-	$(BIN)/python tests/model_page.py
+	PYTHONPATH=tests $(BIN)/python -m helpers.model_page
 
 format: .venv/ready
 	$(BIN)/ruff format .

@@ -16,7 +16,7 @@ from mctf.hosts.hf_layers import TOWERS
 from mctf.hosts.unsupported import FAMILIES as REFUSED
 from mctf.models.loading import create_empty
 
-PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PUBLISHED = ("deit_small_patch16_224", "embedded", "t2t_vit_t_14", "t2t_vit_t_19", "lvvit_t", "lvvit_s", "lvvit_m")
 
 TOP = """\

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-SHARED: Path = Path(__file__).resolve().parents[1].parent / "shared"
+SHARED: Path = Path(__file__).resolve().parents[2].parent / "shared"
 
 
 def needs_shared(*relative_paths: str) -> pytest.MarkDecorator:

@@ -32,7 +32,7 @@ from mctf.viz.fused_patches import open_image
 
 VALIDATION = "data/tiny-imagenet-val.zip"
 TABLE = "data/tiny-imagenet-classes.tsv"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "embedded.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "embedded.md"
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch import nn
 from mctf import MctfError
 from mctf.models.loading import create, load_model
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "pack_embedded.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "pack_embedded.py"
 COMMAND = "mctf finetune --config /x/recipes/tiny_imagenet/embedded.toml --data /x/a.zip,../y/b.zip --lr .1 -o ./runs/e"
 SHORT = "mctf finetune --config recipes/tiny_imagenet/embedded.toml --data a.zip,b.zip --lr .1 -o runs/e"
 

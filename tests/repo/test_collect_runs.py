@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "collect_runs.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "collect_runs.py"
 
 
 @pytest.fixture

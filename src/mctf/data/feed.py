@@ -6,7 +6,7 @@ Axes: B images, 3 H W.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from torch import Tensor
 from .._utils import counted
 from ..errors import MctfError, did_you_mean
 from .dataset import PREFIX, Examples, find_examples, hub_examples, load_hub
-from .gpu_augment import KERNELS
-from .gpu_feed import MemoryFeed, Progress, UnequalSizesError, decode, processes_for
-from .loader_feed import LoaderFeed
 from .sampler import Order
+
+if TYPE_CHECKING:
+    from .gpu_feed import MemoryFeed, Progress
 
 Augmentation = Literal["none", "weak", "strong"]
 InMemory = Literal["auto", "yes", "no"]
@@ -134,7 +134,7 @@ def make_feed(
     rank: int = 0,
     world: int = 1,
     classes: Path | None = None,
-    progress: Progress | None = None,
+    progress: "Progress | None" = None,
 ) -> Feed:
     """Batches of labelled images for process `rank` of `world`.
 
@@ -155,6 +155,8 @@ def make_feed(
         raise MctfError(f"the images cannot be kept in memory: {why_not}; let a loader read them (in_memory = no)")
     readers = counted(options.workers, "worker") if options.workers else "the training process"
     note = f"{counted(len(examples), 'image')}, read by {readers} ({why_not})"
+    from .loader_feed import LoaderFeed
+
     return LoaderFeed(examples, order=order, options=options, device=device, note=note)
 
 
@@ -179,8 +181,11 @@ class _NotInMemoryError(Exception):
 
 
 def _memory_feed(
-    examples: Examples, *, order: Order, options: FeedOptions, device: torch.device, progress: Progress | None
-) -> MemoryFeed:
+    examples: Examples, *, order: Order, options: FeedOptions, device: torch.device, progress: "Progress | None"
+) -> "MemoryFeed":
+    from .gpu_augment import KERNELS
+    from .gpu_feed import MemoryFeed, UnequalSizesError, decode, processes_for
+
     if options.interpolation not in KERNELS:
         raise _NotInMemoryError(
             f"{options.interpolation!r} is no interpolation of batches, as {', '.join(KERNELS)} are"

@@ -6,12 +6,13 @@ Axes: images are 3 H W after it, float32.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from torch import Tensor, nn
 
-from .feed import FeedOptions
+if TYPE_CHECKING:
+    from .feed import FeedOptions
 
 Transform = Callable[[Image.Image], Tensor]
 
@@ -75,7 +76,7 @@ RANDAUGMENT = "rand-m9-mstd0.5-inc1"
 ERASING = 0.25  # chance that an image loses a rectangle
 
 
-def make_transform(options: FeedOptions) -> Transform:
+def make_transform(options: "FeedOptions") -> Transform:
     """From a PIL image to an input of the model; draws from the global generators of Python, numpy and torch."""
     if options.augmentation == "none":
         return plain(options).transform()
@@ -112,7 +113,7 @@ def _at_least_one(to_bits: Callable[..., tuple[int]], level: float, settings: di
     return (max(1, *to_bits(level, settings)),)
 
 
-def plain(options: FeedOptions) -> Preprocessing:
+def plain(options: "FeedOptions") -> Preprocessing:
     """What evaluation does, with the whole shorter side in the crop."""
     return Preprocessing(
         image_size=options.image_size,

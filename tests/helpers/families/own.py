@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.families.base import CLASSES, DEPTH, Family
 from helpers.reference_blocks import Cover, Pieces, heads_of
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def build(**features: Any) -> Any:
