@@ -55,7 +55,7 @@ def compiled(monkeypatch):
     names = []
     monkeypatch.setattr(launch, "INTERPRETED", True)  # so that kernels serve tensors on the CPU
     monkeypatch.setattr(attention_ops, "_FEW_HEADS", 0)
-    for module in (attention_ops, attention_ops, matching_ops, pooling_ops):
+    for module in (attention_ops, matching_ops, pooling_ops):
         monkeypatch.setattr(module, "launchable", lambda kernel: Compiling(kernel, names))
     return names
 

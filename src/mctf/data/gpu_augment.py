@@ -1,41 +1,14 @@
 """Small tensors made on the host, and on their way to a device."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .feed import FeedOptions
-from .gpu_randaugment import brightness, contrast, draw_rounds, motions, move, recolour, saturation
+from .gpu_randaugment import brightness, contrast, draw_rounds, drawing_alone, motions, move, recolour, saturation, send
 from .transforms import ERASING
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same on the device, without waiting for the work that is queued there."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
-
-
-@contextmanager
-def drawing_alone(device: torch.device) -> Iterator[None]:
-    """What the host computes within is computed by one thread, if the heavy work is done elsewhere.
-
-    A few thousand numbers a batch are worth no second thread. On a machine of many cores, waking the others up and
-    waiting for them took longer than the rest of a step.
-    """
-    threads = torch.get_num_threads()
-    if device.type == "cpu" or threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
 
 # MERGED from mctf.data.gpu_augment:
 # Random rectangles in pictures of one size, many at a time: what crops keep and what erasing takes away.

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from ..errors import MctfError
 from .dataset import Examples, Failure, Unreadable
 from .feed import FeedOptions
-from .gpu_augment import BatchAugmentation, send
+from .gpu_augment import BatchAugmentation
+from .gpu_randaugment import send
 from .loader_feed import leave_signals_to_the_parent
 from .sampler import Order, generator_for
 

@@ -7,11 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._utils import write_bytes
 from ..errors import MctfError
-from .runner import Experiment, Result
+
+if TYPE_CHECKING:
+    from .runner import Experiment, Result
 
 Conditions = Mapping[str, Any]
 _FOLDER = "results"
@@ -28,7 +30,7 @@ class Record:
     conditions: dict[str, Any]
     seconds: float
     date: str
-    result: Result
+    result: "Result"
     form: int = 1
 
 
@@ -40,7 +42,7 @@ class Records:
     conditions: Conditions
 
     @classmethod
-    def at(cls, folder: Path, conditions: Conditions | None, experiments: Sequence[Experiment]) -> "Records":
+    def at(cls, folder: Path, conditions: Conditions | None, experiments: Sequence["Experiment"]) -> "Records":
         """conditions: None for a run without a model, which goes with whatever the folder holds."""
         if conditions is not None:
             return cls(folder, conditions)
@@ -48,11 +50,11 @@ class Records:
         latest = max((record for record in found if record is not None), key=lambda record: record.date, default=None)
         return cls(folder, {} if latest is None else latest.conditions)
 
-    def of(self, experiment: Experiment) -> Conditions:
+    def of(self, experiment: "Experiment") -> Conditions:
         """The conditions that matter to an experiment."""
         return self.conditions if experiment.needs_images else {}
 
-    def find(self, experiment: Experiment) -> Record | None:
+    def find(self, experiment: "Experiment") -> Record | None:
         """What was found before; raises MctfError where it cannot be read."""
         path = self._path(experiment)
         if not path.is_file():
@@ -62,13 +64,13 @@ class Records:
         except (OSError, ValueError, TypeError):
             raise MctfError(f"{path} is no result of an experiment: remove it") from None
 
-    def fitting(self, experiment: Experiment) -> Record | None:
+    def fitting(self, experiment: "Experiment") -> Record | None:
         """What was found before under the same conditions, kept in the form that is read here."""
         record = self.find(experiment)
         fits = record is not None and record.conditions == dict(self.of(experiment)) and record.form == experiment.form
         return record if fits else None
 
-    def check(self, experiments: Sequence[Experiment]) -> None:
+    def check(self, experiments: Sequence["Experiment"]) -> None:
         """Raise MctfError where one of these was done under other conditions, or kept in another form."""
         for experiment in experiments:
             record = self.find(experiment)
@@ -78,12 +80,12 @@ class Records:
                     "choose another folder, or measure anew with --again"
                 )
 
-    def keep(self, record: Record, experiment: Experiment) -> None:
+    def keep(self, record: Record, experiment: "Experiment") -> None:
         path = self._path(experiment)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, (json.dumps(asdict(record), indent=1) + "\n").encode())
 
-    def _difference(self, record: Record, experiment: Experiment) -> str:
+    def _difference(self, record: Record, experiment: "Experiment") -> str:
         """Why it does not fit: the form, or the first condition that differs, in words."""
         if record.form != experiment.form:
             return f"of another version of mctf ({experiment.name} lacks what this one reads)"
@@ -91,5 +93,5 @@ class Records:
         name = next(name for name in names if record.conditions.get(name) != self.conditions.get(name))
         return f"for {name} {record.conditions.get(name)!r}, not {self.conditions.get(name)!r}"
 
-    def _path(self, experiment: Experiment) -> Path:
+    def _path(self, experiment: "Experiment") -> Path:
         return self.folder / _FOLDER / f"{experiment.name}.json"
