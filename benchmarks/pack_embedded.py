@@ -29,7 +29,7 @@ TOLERANCE = 0.02  # of the largest logit; rounding to float16 moved those of a t
 MOST_BYTES = 4_000_000
 
 
-def pack(path: Path) -> tuple[bytes, str]:
+def pack_ragged(path: Path) -> tuple[bytes, str]:
     """The file for the package, and how far its answers are from those of the run's weights."""
     about = read_evaluation(path.parent / "evaluation.json")
     model: Any = load_model("embedded", weights=path)
@@ -38,7 +38,7 @@ def pack(path: Path) -> tuple[bytes, str]:
     halved = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
     lost = [name for name, value in halved.items() if not value.isfinite().all()]
     if lost:
-        raise MctfError(f"{lost[0]} of {path} does not fit into float16: pack the weights of another run")
+        raise MctfError(f"{lost[0]} of {path} does not fit into float16: pack_ragged the weights of another run")
     packed: Any = create("embedded")
     packed.load_state_dict(halved)
     # all facts in one entry: safetensors writes several in an order of chance
@@ -84,7 +84,9 @@ def compare(packed: nn.Module, original: nn.Module) -> str:
     theirs: Tensor = original(images)
     difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     if difference > TOLERANCE * largest:
-        raise MctfError(f"float16 moves a logit by {difference:.3g} of {largest:.3g}: pack the weights of another run")
+        raise MctfError(
+            f"float16 moves a logit by {difference:.3g} of {largest:.3g}: pack_ragged the weights of another run"
+        )
     same = int((ours.argmax(dim=1) == theirs.argmax(dim=1)).sum())
     return (
         f"largest difference of a logit {difference:.2g} of {largest:.3g}, "
@@ -93,7 +95,7 @@ def compare(packed: nn.Module, original: nn.Module) -> str:
 
 
 def main(path: Path, output: Path = WEIGHTS) -> None:
-    content, verdict = pack(path)
+    content, verdict = pack_ragged(path)
     write_bytes(output, content)
     print(f"{output}: {len(content):,} bytes, {verdict}")
 

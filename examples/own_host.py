@@ -16,8 +16,8 @@ from mctf.hosts import (
     BlockShape,
     FusedStack,
     Host,
-    Places,
     SoftmaxAttention,
+    TokenPositions,
     check_whole,
     macs_per_token,
     part_of,
@@ -93,7 +93,7 @@ class OwnHost(Host):
     def uninstall(self, stack: FusedStack) -> None:
         self.model.layers = stack.restored()
 
-    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> LayerOps:
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> LayerOps:
         return LayerOps(block)
 
     @property

@@ -30,7 +30,7 @@ def test_dense_features_have_one_value_per_input_token(name: str, method: str) -
     mctf.fuse(mctf.unfuse(model), method, r=8, dense=True)
     dense = family.features(model, images)
     assert dense.shape == plain.shape
-    assert torch.equal(dense, fused if family.keeps_every_token(model) else trace.spread(fused))
+    assert torch.equal(dense, fused if family.keeps_every_token(model) else trace.unpool(fused))
     assert torch.equal(family.run(model, images), logits)  # a class token says the same
 
 

@@ -186,11 +186,11 @@ def test_a_trace_survives_another_that_ends_during_its_pass() -> None:
     """Another thread's trace may end between two blocks, or in the middle of recording one."""
     model = mctf.fuse(make("plain"), r=8)
 
-    class Leaving:
+    class ReductionCounts:
         def record(self, *_: object) -> None:
-            model.blocks._watchers.remove(self)
+            model.blocks._observers.remove(self)
 
-    model.blocks._watchers.append(Leaving())
+    model.blocks._observers.append(ReductionCounts())
     with mctf.trace(model) as trace:
         model(make_images(model, 1))
     assert len(trace.blocks) == 4

@@ -101,7 +101,7 @@ def loss_of_equal_tokens(model: nn.Module, equal: int, method: str, **options: A
     mctf.fuse(model, method, **options)
     with mctf.trace(model) as trace:
         fused = family.through_blocks(model, tokens, equal=equal)
-    every = fused if fused.shape == plain.shape else trace.spread(fused)
+    every = fused if fused.shape == plain.shape else trace.unpool(fused)
     mctf.unfuse(model)
     assert trace.token_counts[-1] < tokens.shape[1]
     return (every - plain).abs().max()
@@ -175,7 +175,7 @@ def test_large_batches_are_looked_at_piece_by_piece(name: str, method: str, monk
     mctf.fuse(model, method, r=12)
     at_once = model(images)
     for piece in (1, 2 * 3 * tokens_of(model) ** 2):  # one image, two images
-        monkeypatch.setattr("mctf.core.attention._CPU_PIECE", piece)
+        monkeypatch.setattr("mctf.core.attention._CPU_CHUNK", piece)
         torch.testing.assert_close(model(images), at_once, atol=1e-9, rtol=1e-9)
 
 
@@ -184,10 +184,10 @@ def test_large_batches_are_looked_at_piece_by_piece(name: str, method: str, monk
 def test_attention_that_was_kept_is_the_attention_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mctf.fuse(make(name).double(), r=12)
     images = make_images(model, 3)
-    looks: list[attention.Look] = []
+    looks: list[attention.ReceivedAttention] = []
     attend = attention.attend
 
-    def noted(*args: Any, look: attention.Look | None = None, **options: Any) -> Tensor:
+    def noted(*args: Any, look: attention.ReceivedAttention | None = None, **options: Any) -> Tensor:
         looks.extend([] if look is None else [look])
         return attend(*args, look=look, **options)
 

@@ -30,7 +30,7 @@ def test_iterating_computes_what_calling_does(name: str, method: str) -> None:
             one_by_one = block(one_by_one)
             assert one_by_one.shape == tokens.shape
     assert torch.equal(trace.source_map(), seen)
-    assert torch.equal(one_by_one, called if called.shape == tokens.shape else trace.spread(called))
+    assert torch.equal(one_by_one, called if called.shape == tokens.shape else trace.unpool(called))
 
 
 @torch.no_grad()

@@ -57,20 +57,20 @@ def test_spreading_gives_one_feature_per_input_token() -> None:
     model = mctf.fuse(make("registers"), r=8)
     trace = traced(model)
     features = torch.randn(2, trace.token_counts[-1], 3, 5)
-    spread = trace.spread(features)
+    spread = trace.unpool(features)
     assert spread.shape == (2, tokens_of(model), 3, 5)
     for image, row in enumerate(trace.source_map().tolist()):
         for token, slot in enumerate(row):
             assert torch.equal(spread[image, token], features[image, slot])
     early = torch.randn(2, trace.token_counts[1])
-    assert torch.equal(trace.spread(early, block=1), early.gather(1, trace.source_map(1)))
+    assert torch.equal(trace.unpool(early, block=1), early.gather(1, trace.source_map(1)))
 
 
 def test_features_of_another_shape_are_refused() -> None:
     trace = traced(mctf.fuse(make("plain"), r=8))
     for shape in ((2, 65, 48), (1, 41, 48), (2,)):
         with pytest.raises(mctf.MctfError, match=r"features must start with \(2, 41\)"):
-            trace.spread(torch.zeros(shape))
+            trace.unpool(torch.zeros(shape))
 
 
 def test_a_trace_without_a_pass_says_so() -> None:
@@ -125,7 +125,7 @@ def test_a_trace_ends_with_an_error() -> None:
     model = mctf.fuse(make("plain"), r=8)
     with pytest.raises(RuntimeError, match="stop"), mctf.trace(model):
         raise RuntimeError("stop")
-    assert model.blocks._watchers == []
+    assert model.blocks._observers == []
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mctf._utils import counted, listed, name_blocks
+from mctf._utils import counted, format_blocks, listed
 from mctf.evaluation.setup import title_of
 
 
@@ -26,7 +26,7 @@ def test_the_title_of_a_measurement_speaks_of_one_image() -> None:
     [([3], "block 3"), ([3, 4], "blocks 3 to 4"), ([0, 1, 2], "blocks 0 to 2"), ([3, 6], "blocks 3, 6")],
 )
 def test_names_of_blocks(blocks: list[int], words: str) -> None:
-    assert name_blocks(blocks) == words
+    assert format_blocks(blocks) == words
 
 
 @pytest.mark.parametrize(

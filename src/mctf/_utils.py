@@ -13,7 +13,7 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
-def name_blocks(blocks: Sequence[int]) -> str:
+def format_blocks(blocks: Sequence[int]) -> str:
     """block 3, blocks 3 to 6, or blocks 3, 6, 9."""
     first, last = blocks[0], blocks[-1]
     if first == last:

@@ -10,7 +10,7 @@ from .hosts import find_host
 from .hosts._inspect import check_model
 from .methods import make_method
 from .methods._layers import LAYERS, make_layers
-from .methods.base import check_switches
+from .methods.base import check_bool
 from .stack import FusedStack
 
 
@@ -25,7 +25,7 @@ def fuse(
 ) -> nn.Module:
     """Make a Vision Transformer cheaper by fusing tokens, in place; `unfuse` takes it back.
 
-    r: tokens to fuse in each block: a count, a ratio below 1 of the unprotected tokens, a list with one entry a
+    r: tokens to fuse in each block: a count, a ratio below 1 of the unprotected tokens, a list with one amount a
         block, or "fast", the authors' preset (0.35 at blocks 3, 6, 9 of twelve). By default what the method's
         authors use, 16 for mctf.
     blocks: which blocks fuse; the method's choice by default (mctf: all but the first).
@@ -35,13 +35,13 @@ def fuse(
 
     Everything is checked before the model is touched. Returns the same model.
     """
-    check_switches(dense=dense)
+    check_bool(dense=dense)
     chosen = read_blocks(blocks)
     made = make_method(method, options)
     if find_stack(model) is not None:
         raise MctfError("the model is fused already: mctf.set_r changes r; mctf.unfuse comes before another method")
     host = find_host(model)
-    made = made.suited(class_token=host.class_token)
+    made = made.resolve(class_token=host.class_token)
     r = made.default_r if r is None else r
     schedule = make_schedule(r, depth=host.depth, blocks=chosen, default_blocks=made.default_blocks(host.depth))
     layers = make_layers(model, host, made, schedule)

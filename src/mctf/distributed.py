@@ -13,7 +13,7 @@ from .errors import MctfError
 
 
 @dataclass(frozen=True)
-class Processes:
+class DistributedContext:
     """Which of `world` processes this one is (from 0), and the device that it computes on."""
 
     rank: int
@@ -21,17 +21,17 @@ class Processes:
     device: torch.device
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the process that prints and writes for all of them."""
         return self.rank == 0
 
     @property
-    def together(self) -> bool:
+    def is_distributed(self) -> bool:
         return self.world > 1
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[Processes]:
+def init_distributed(device: torch.device) -> Iterator[DistributedContext]:
     """Joins the group that torchrun announces in the environment; without one this process is alone.
 
     GPUs speak by nccl, one a process; everything else speaks by gloo. The group is left at the end, but not after an
@@ -39,11 +39,11 @@ def joined(device: torch.device) -> Iterator[Processes]:
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
-        yield Processes(0, 1, device)
+        yield DistributedContext(0, 1, device)
         return
     device = _own_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    yield Processes(dist.get_rank(), dist.get_world_size(), device)
+    yield DistributedContext(dist.get_rank(), dist.get_world_size(), device)
     dist.destroy_process_group()
 
 
@@ -60,7 +60,7 @@ def _own_device(device: torch.device, local_rank: int) -> torch.device:
     return own
 
 
-def gather(value: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """What every process of the group gives, in the order of ranks."""
     if not dist.is_initialized():
         return [value]
@@ -69,7 +69,7 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def from_first(value: Any) -> Any:
+def broadcast_object(value: Any) -> Any:
     """What the first process gives, in every process."""
     if not dist.is_initialized():
         return value

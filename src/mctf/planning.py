@@ -7,14 +7,14 @@ from typing import cast
 import torch
 from torch import nn
 
-from ._utils import listed, name_blocks
+from ._utils import format_blocks, listed
 from .core.flops import Cost
-from .core.schedule import Entry, Reduction, ReductionSpec, make_schedule, read_blocks, reductions
+from .core.schedule import Amount, Reduction, ReductionSpec, make_schedule, read_blocks, reductions
 from .errors import MctfError
 from .hosts import Architecture, find_host
 from .methods import make_method
-from .methods._layers import split_state
-from .methods.base import Adaptive, Method, check_switches
+from .methods._layers import split_state_dict
+from .methods.base import Adaptive, Method, check_bool
 from .models.loading import create_empty
 
 DEPENDS = "how many tokens leave depends on the image: token counts and GFLOPs are upper bounds"
@@ -48,7 +48,7 @@ class Plan:
     @property
     def token_counts(self) -> list[int]:
         """Tokens leaving each block."""
-        return [step.remaining for step in self.reductions]
+        return [step.num_remaining for step in self.reductions]
 
     @property
     def saved(self) -> float:
@@ -58,7 +58,7 @@ class Plan:
     @property
     def capped(self) -> list[int]:
         """Blocks that fewer tokens leave than was asked for."""
-        return [block for block, step in enumerate(self.reductions) if step.taken < step.asked]
+        return [block for block, step in enumerate(self.reductions) if step.num_reduced < step.num_requested]
 
     @property
     def notes(self) -> list[str]:
@@ -66,7 +66,7 @@ class Plan:
         notes = [DEPENDS] if self.adaptive else []
         if capped := self.capped:
             asked, taken = (listed([getattr(self.reductions[i], kind) for i in capped]) for kind in ("asked", "taken"))
-            notes.insert(0, f"{name_blocks(capped)}: r={asked} capped to {taken} for want of tokens")
+            notes.insert(0, f"{format_blocks(capped)}: r={asked} capped to {taken} for want of tokens")
         return notes
 
     def as_dict(self) -> dict[str, object]:
@@ -77,7 +77,7 @@ class Plan:
     def __str__(self) -> str:
         rows = [f"{self.model}, {self.method} r={self.r}", "block  tokens in  fused  tokens out  GFLOPs"]
         for index, (step, cost) in enumerate(zip(self.reductions, self.block_gflops, strict=True)):
-            rows.append(f"{index:5d}{step.tokens:11d}{step.taken:7d}{step.remaining:12d}{cost:8.3f}")
+            rows.append(f"{index:5d}{step.tokens:11d}{step.num_reduced:7d}{step.num_remaining:12d}{cost:8.3f}")
         change = f"{self.saved:.0%} saved" if self.saved >= 0 else f"{-self.saved:.0%} more"
         rows.append(f"{self.gflops:.2f} GFLOPs of {self.gflops_base:.2f} ({change})")
         if self.learned_parameters:
@@ -98,12 +98,12 @@ def plan(
     **options: object,
 ) -> Plan:
     """Token counts and GFLOPs of a model (or its name: timm's, or hf:NAME) under a setting, without running it."""
-    check_switches(dense=dense)
+    check_bool(dense=dense)
     size = _read_size(image_size)
     made = make_method(method, options)
     module = create_empty(model, image_size=size) if isinstance(model, str) else model
     host = find_host(module)
-    made = made.suited(class_token=host.class_token)
+    made = made.resolve(class_token=host.class_token)
     architecture = host.architecture(size)
     r = made.default_r if r is None else r
     schedule = make_schedule(
@@ -114,12 +114,12 @@ def plan(
     )
     result = _plan(replace(architecture, reads_every_token=architecture.reads_every_token or dense), made, schedule, r)
     learned = _learned_parameters(architecture, made, schedule)
-    own, _ = split_state(dict(module.named_parameters()))
+    own, _ = split_state_dict(dict(module.named_parameters()))
     parameters = learned + sum(value.numel() for value in own.values())
     return replace(result, parameters=parameters, learned_parameters=learned)
 
 
-def _learned_parameters(architecture: Architecture, method: Method, schedule: Sequence[Entry]) -> int:
+def _learned_parameters(architecture: Architecture, method: Method, schedule: Sequence[Amount]) -> int:
     with torch.device("meta"):
         layers = method.make_layers(architecture.blocks, schedule)
     return 0 if layers is None else sum(value.numel() for value in layers.parameters())
@@ -134,11 +134,11 @@ def _read_size(image_size: int | tuple[int, int] | None) -> tuple[int, int] | No
     return sides[0], sides[1]
 
 
-def _plan(architecture: Architecture, method: Method, schedule: Sequence[Entry], r: ReductionSpec) -> Plan:
+def _plan(architecture: Architecture, method: Method, schedule: Sequence[Amount], r: ReductionSpec) -> Plan:
     steps = reductions(schedule, architecture.tokens, protected=architecture.protected, method=method)
     costs = block_costs(architecture, method, schedule, steps)
     every = architecture.tokens
-    whole = whole_cost(architecture, costs, every if architecture.reads_every_token else steps[-1].remaining)
+    whole = whole_cost(architecture, costs, every if architecture.reads_every_token else steps[-1].num_remaining)
     plain = [Cost(paper=shape.plain(every), run=shape.plain(every)) for shape in architecture.blocks]
     return Plan(
         model=architecture.name,
@@ -155,15 +155,17 @@ def _plan(architecture: Architecture, method: Method, schedule: Sequence[Entry],
 
 
 def block_costs(
-    architecture: Architecture, method: Method, schedule: Sequence[Entry], steps: Sequence[Reduction]
+    architecture: Architecture, method: Method, schedule: Sequence[Amount], steps: Sequence[Reduction]
 ) -> list[Cost]:
     """Multiply-adds of every block whose tokens are reduced so."""
     costs = []
-    for shape, entry, step in zip(architecture.blocks, schedule, steps, strict=True):
-        if method.adaptive and entry:
-            cost = cast(Adaptive, method).cost_of(shape, step.tokens, step.remaining, protected=architecture.protected)
+    for shape, amount, step in zip(architecture.blocks, schedule, steps, strict=True):
+        if method.adaptive and amount:
+            cost = cast(Adaptive, method).cost_of(
+                shape, step.tokens, step.num_remaining, protected=architecture.protected
+            )
         else:
-            cost = method.cost(shape, step.tokens, step.taken, protected=architecture.protected)
+            cost = method.cost(shape, step.tokens, step.num_reduced, protected=architecture.protected)
         costs.append(cost)
     return costs
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from .core.positions import Places
-from .methods.base import BlockOps, Step
+from .core.positions import TokenPositions
+from .methods.base import BlockOps
 
 if TYPE_CHECKING:
     pass
@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .core.positions import places_after
-from .core.schedule import Entry, ReductionSpec, make_schedule, reductions, stage_of
+from .core.positions import positions_after
+from .core.schedule import Amount, ReductionSpec, make_schedule, reductions, stage_of
 from .core.selection import fill_padding
 from .errors import MctfError
-from .methods.base import Method, Turn
+from .methods.base import BlockContext, BlockOutput, Method
 
 
 class StackHost(Protocol):
@@ -29,7 +29,7 @@ class StackHost(Protocol):
     @property
     @abstractmethod
     def protected(self) -> int:
-        """How many leading tokens (class, distillation, registers) must survive in place."""
+        """How many leading tokens (class, distillation, registers) must survive in position."""
 
     @property
     @abstractmethod
@@ -38,7 +38,7 @@ class StackHost(Protocol):
 
     @property
     @abstractmethod
-    def carries_places(self) -> bool:
+    def uses_positions(self) -> bool:
         """Whether the blocks ask where their tokens are: rotary tables, relative position biases."""
 
     @abstractmethod
@@ -46,19 +46,19 @@ class StackHost(Protocol):
         """What a block is called with beside the tokens; raises MctfError for what fused tokens cannot follow."""
 
     @abstractmethod
-    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> BlockOps:
-        """The pieces of a block for one call; places is None while nothing was fused."""
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> BlockOps:
+        """The pieces of a block for one call; positions is None while nothing was fused."""
 
     @abstractmethod
     def uninstall(self, stack: "FusedStack") -> None:
         """Take the stack out of the model again."""
 
 
-class Watcher(Protocol):
+class Observer(Protocol):
     """Somebody who is told what every block does."""
 
-    def record(self, index: int, x: Tensor, step: Step) -> None:
-        """Block `index` was given x. Called in the thread of the pass, which need not be the watcher's."""
+    def record(self, index: int, x: Tensor, step: BlockOutput) -> None:
+        """Block `index` was given x. Called in the thread of the pass, which need not be the observer's."""
 
 
 # MERGED from mctf.stack:
@@ -71,24 +71,24 @@ class Watcher(Protocol):
 class State:
     """What one block hands to the next beside the tokens.
 
-    sizes: B M, None while all are 1. places: what the tokens cover, None while nothing was fused or nobody asks.
-    carry: the method's own.
+    sizes: B M, None while all are 1. positions: what the tokens cover, None while nothing was fused or nobody asks.
+    method_state: the method's own.
     """
 
     sizes: Tensor | None = None
-    places: Places | None = None
-    carry: Any = None
+    positions: TokenPositions | None = None
+    method_state: Any = None
 
-    def after(self, step: Step, *, shares: bool) -> "State":
-        """The state after one more block; shares: whether anybody asks for the share of each place in a token."""
+    def after(self, step: BlockOutput, *, shares: bool) -> "State":
+        """The state after one more block; shares: whether anybody asks for the share of each position in a token."""
         if step.assignment is None:
-            return State(step.sizes, self.places, step.carry)
+            return State(step.sizes, self.positions, step.method_state)
         weights = step.weights if shares else None
-        return State(step.sizes, places_after(self.places, step.assignment, weights), step.carry)
+        return State(step.sizes, positions_after(self.positions, step.assignment, weights), step.method_state)
 
-    def spread(self, x: Tensor) -> Tensor:
+    def unpool(self, x: Tensor) -> Tensor:
         """One token per input token: B M C -> B N C."""
-        return x if self.places is None else self.places.source.spread(x)
+        return x if self.positions is None else self.positions.source.unpool(x)
 
 
 # MERGED from mctf.stack:
@@ -114,11 +114,11 @@ class Run:
 
     def fused(self, x: Tensor, state: State) -> Tensor:
         """The fused tokens behind x (B N C): B M C."""
-        if state.places is None:
+        if state.positions is None:
             return x
-        if self.given is not None and self.given[0] is x:  # nobody changes tokens in place between blocks
+        if self.given is not None and self.given[0] is x:  # nobody changes tokens in position between blocks
             return self.given[1]
-        return state.places.source.pick(x)
+        return state.positions.source.first_of_slot(x)
 
 
 class BoundBlock:
@@ -138,12 +138,12 @@ class BoundBlock:
         tokens = run.fused(x, state)
         step = run.stack.run_block(index, tokens, state=state, arguments=arguments, initial=x.shape[1])
         if index + 1 not in run.states:  # gradient checkpointing calls again, from the last block to the first
-            run.stack.tell_watchers(index, tokens, step)
-        state = state.after(step, shares=host.carries_places)
+            run.stack.notify(index, tokens, step)
+        state = state.after(step, shares=host.uses_positions)
         run.states[index + 1] = state
-        spread = state.spread(step.x)
+        spread = state.unpool(step.x)
         if index + 1 == len(run.stack):
-            finished = run.stack.method.finish(step.x, state.carry)
+            finished = run.stack.method.restore_tokens(step.x, state.method_state)
             spread = spread if finished is None else finished
         # with gradient a checkpointed block must depend on nothing but what it is given
         run.given = None if spread.requires_grad else (spread, step.x)
@@ -188,12 +188,12 @@ class FusedStack(nn.Module):
         self.method = method
         self.dense = dense
         self.blocks = None if blocks is None else tuple(block % len(self) for block in blocks)
-        self.schedule: tuple[Entry, ...] = ()
+        self.schedule: tuple[Amount, ...] = ()
         self.set_r(r)
         self.bound_block: type[BoundBlock] = BoundBlock  # what an iteration yields; a host may have its own kind
         self._layers = (layers,)  # in a tuple: not to be registered
         self._container = (container,)  # in a tuple: as an attribute it would register all blocks twice
-        self._watchers: list[Watcher] = []
+        self._observers: list[Observer] = []
 
     @property
     def layers(self) -> nn.ModuleDict | None:
@@ -221,60 +221,66 @@ class FusedStack(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """All blocks: B N C -> B M C, or B N C where somebody reads every token."""
         arguments = self.host.arguments(*args, **kwargs)
-        spread, shares = self.dense or self.host.reads_every_token, self.host.carries_places
+        spread, shares = self.dense or self.host.reads_every_token, self.host.uses_positions
         state, initial = State(), x.shape[1]
         for index in range(len(self)):
             step = self.run_block(index, x, state=state, arguments=arguments, initial=initial)
-            self.tell_watchers(index, x, step)
+            self.notify(index, x, step)
             x = step.x
-            state = state.after(step, shares=shares) if spread or shares else State(step.sizes, carry=step.carry)
-        finished = self.method.finish(x, state.carry)
+            state = (
+                state.after(step, shares=shares)
+                if spread or shares
+                else State(step.sizes, method_state=step.method_state)
+            )
+        finished = self.method.restore_tokens(x, state.method_state)
         if finished is not None:
             return finished
         if spread:
-            return state.spread(x)
+            return state.unpool(x)
         return fill_padding(x, state.sizes) if self.method.adaptive else x
 
-    def run_block(self, index: int, x: Tensor, *, state: State, arguments: Mapping[str, Any], initial: int) -> Step:
+    def run_block(
+        self, index: int, x: Tensor, *, state: State, arguments: Mapping[str, Any], initial: int
+    ) -> BlockOutput:
         """Block `index` on x (B M C), in a pass that began with `initial` tokens."""
-        block = self.host.ops(self[index], arguments, state.places)
-        turn = Turn(
+        block = self.host.ops(self[index], arguments, state.positions)
+        ctx = BlockContext(
             r=self._leaving(index, x.shape[1], initial),
             protected=self.host.protected,
             index=index,
             depth=len(self),
-            carry=state.carry,
+            method_state=state.method_state,
             layers=self._own_layers(index),
             training=self.training,
             next_reduces=any(self.schedule[index + 1 : index + 2]),
-            entry=self.schedule[index],
+            amount=self.schedule[index],
         )
-        return self.method.run(block, x, state.sizes, turn)
+        return self.method.run(block, x, state.sizes, ctx)
 
     def _leaving(self, index: int, tokens: int, initial: int) -> int:
         """How many of `tokens` leave a block."""
         protected = self.host.protected
         if self.training and self.method.masks_in_training:
-            return reductions(self.schedule, initial, protected=protected, method=self.method)[index].taken
+            return reductions(self.schedule, initial, protected=protected, method=self.method)[index].num_reduced
         stage = stage_of(self.schedule, index)
-        return self.method.leaving(self.schedule[index], tokens, protected=protected, initial=initial, stage=stage)
+        return self.method.num_reduced(self.schedule[index], tokens, protected=protected, initial=initial, stage=stage)
 
     def _own_layers(self, index: int) -> nn.Module | None:
         return self.layers[str(index)] if self.layers is not None and str(index) in self.layers else None
 
     @contextmanager
-    def watched_by(self, watcher: Watcher) -> Iterator[None]:
-        """While open, the watcher is told of every block of every pass, of other threads' as well."""
-        self._watchers.append(watcher)
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """While open, the observer is told of every block of every pass, of other threads' as well."""
+        self._observers.append(observer)
         try:
             yield
         finally:
-            self._watchers.remove(watcher)
+            self._observers.remove(observer)
 
-    def tell_watchers(self, index: int, x: Tensor, step: Step) -> None:
+    def notify(self, index: int, x: Tensor, step: BlockOutput) -> None:
         """Say that block `index` was given x and took this step."""
-        for watcher in tuple(self._watchers):  # another thread's may come or go meanwhile
-            watcher.record(index, x, step)
+        for observer in tuple(self._observers):  # another thread's may come or go meanwhile
+            observer.record(index, x, step)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -297,7 +303,7 @@ class FusedStack(nn.Module):
         first.training = self.training
         first.bound_block = self.bound_block
         first.blocks = None if self.blocks is None else tuple(block for block in self.blocks if block < stop)
-        first._watchers = self._watchers
+        first._observers = self._observers
         return first
 
     def extra_repr(self) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .api import fused_stack
 from .core.assignment import Assignment
 from .errors import MctfError
-from .methods.base import Step
+from .methods.base import BlockOutput
 
 
 @dataclass(frozen=True)
@@ -74,23 +74,23 @@ class Trace:
         first, *later = self._until(block)
         result, source = first.dropped, first.assignment
         for each in later:
-            result = result | source.spread(each.dropped)
-            source = source.then(each.assignment)
+            result = result | source.unpool(each.dropped)
+            source = source.compose(each.assignment)
         return result
 
-    def spread(self, features: Tensor, block: int = -1) -> Tensor:
+    def unpool(self, features: Tensor, block: int = -1) -> Tensor:
         """One feature per input token again, from one per token after the given block: B M … -> B N …."""
         composed = self._composed(block)
         if features.shape[:2] != (composed.slots.shape[0], composed.count):
             expected = (composed.slots.shape[0], composed.count)
             raise MctfError(f"features must start with {expected} (images, tokens), not {tuple(features.shape[:2])}")
-        return composed.spread(features)
+        return composed.unpool(features)
 
     def _composed(self, block: int) -> Assignment:
         first, *later = self._until(block)
         result = first.assignment
         for each in later:
-            result = result.then(each.assignment)
+            result = result.compose(each.assignment)
         return result
 
     def _until(self, block: int) -> list[BlockTrace]:
@@ -101,7 +101,7 @@ class Trace:
         return blocks[: block % len(blocks) + 1]
 
     @torch.compiler.disable
-    def record(self, index: int, x: Tensor, step: Step) -> None:
+    def record(self, index: int, x: Tensor, step: BlockOutput) -> None:
         """Called by the stack after each block; other threads' passes are none of ours."""
         if threading.get_ident() != self._thread:
             return
@@ -117,6 +117,6 @@ class Trace:
 @contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
     """Record what the fused model does: `with mctf.trace(model) as trace: model(images)`."""
-    watcher = Trace()
-    with fused_stack(model).watched_by(watcher):
-        yield watcher
+    observer = Trace()
+    with fused_stack(model).observed_by(observer):
+        yield observer

@@ -39,7 +39,7 @@ def test_every_operation_is_what_loops_give(assignment: Assignment) -> None:
     x = draw_tokens(assignment)
     weights = draw_tokens(assignment)[..., 0].abs() + 0.1
     total, summed = assignment.total(weights), assignment.sum(x)
-    pooled, largest, picked = assignment.pool(x, weights), assignment.largest(x), assignment.pick(x)
+    pooled, largest, picked = assignment.pool(x, weights), assignment.max_pool(x), assignment.first_of_slot(x)
     for image in range(len(x)):
         for slot in range(assignment.count):
             group = members(assignment, image, slot)
@@ -55,13 +55,13 @@ def test_every_operation_is_what_loops_give(assignment: Assignment) -> None:
 @given(assignment=assignments())
 def test_spreading_gives_each_token_its_slot(assignment: Assignment) -> None:
     fused = draw_tokens(Assignment(assignment.slots[:, : assignment.count], assignment.count))
-    spread = assignment.spread(fused)
+    spread = assignment.unpool(fused)
     for image, row in enumerate(assignment.slots.tolist()):
         for token, slot in enumerate(row):
             assert torch.equal(spread[image, token], fused[image, slot])
-    assert torch.equal(assignment.spread(fused[..., 0]), spread[..., 0])
-    assert torch.equal(assignment.spread(fused[..., None]), spread[..., None])
-    assert torch.equal(assignment.pick(spread), fused)
+    assert torch.equal(assignment.unpool(fused[..., 0]), spread[..., 0])
+    assert torch.equal(assignment.unpool(fused[..., None]), spread[..., None])
+    assert torch.equal(assignment.first_of_slot(spread), fused)
     torch.testing.assert_close(assignment.pool(spread, torch.ones_like(spread[..., 0])), fused)
 
 
@@ -71,11 +71,11 @@ def test_two_fusions_are_one(first: Assignment, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, first.count))
     slots = [data.draw(st.permutations([i % count for i in range(first.count)])) for _ in first.slots]
     later = Assignment(torch.tensor(slots), count)
-    both = first.then(later)
+    both = first.compose(later)
     x = draw_tokens(first)
     torch.testing.assert_close(both.sum(x), later.sum(first.sum(x)))
     fused = later.sum(first.sum(x))
-    assert torch.equal(both.spread(fused), first.spread(later.spread(fused)))
+    assert torch.equal(both.unpool(fused), first.unpool(later.unpool(fused)))
     assert both.count == count
 
 
@@ -90,10 +90,10 @@ def test_pooling_keeps_the_dtype_and_sums_in_float32(dtype: torch.dtype) -> None
 OPERATIONS = {
     "sum": lambda assignment, x: assignment.sum(x),
     "pool": lambda assignment, x: assignment.pool(x, torch.linspace(0.1, 2, 8, dtype=x.dtype).view(2, 4)),
-    "largest": lambda assignment, x: assignment.largest(x),
-    "pick": lambda assignment, x: assignment.pick(x),
-    "spread": lambda assignment, x: assignment.spread(x[:, : assignment.count]),
-    "spread then pick": lambda assignment, x: assignment.pick(assignment.spread(x[:, : assignment.count])),
+    "largest": lambda assignment, x: assignment.max_pool(x),
+    "pick": lambda assignment, x: assignment.first_of_slot(x),
+    "spread": lambda assignment, x: assignment.unpool(x[:, : assignment.count]),
+    "spread then pick": lambda assignment, x: assignment.first_of_slot(assignment.unpool(x[:, : assignment.count])),
 }
 
 

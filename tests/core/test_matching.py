@@ -10,7 +10,7 @@ from torch import Tensor
 
 from helpers import reference
 from mctf.core.assignment import Assignment
-from mctf.core.matching import TINY, Criteria, alpha, attraction, beta, match_bidirectional, match_one_way, unit_rows
+from mctf.core.matching import TINY, Criteria, alpha, beta, match_bidirectional, match_one_way, pair_scores, unit_rows
 
 many = settings(max_examples=150)
 WAYS = {match_bidirectional: reference.match_both_ways, match_one_way: reference.match_one_way}
@@ -109,7 +109,7 @@ def test_remaining_betas_are_ordered_by_strength() -> None:
 
 
 # MERGED from test_criteria:
-# The attraction of a pair, against the formula.
+# The pair_scores of a pair, against the formula.
 
 temperatures = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.01, 3))
 
@@ -126,7 +126,7 @@ def test_attraction_is_the_product_of_three(taus: Criteria, tokens: int, protect
     x = torch.randn(2, tokens, 5, generator=generator, dtype=torch.float64)
     a = torch.rand(2, tokens, generator=generator, dtype=torch.float64) + 0.01
     s = torch.randint(1, 5, (2, tokens), generator=generator).double()
-    found = attraction(x, a, s if sized else None, taus, protected=protected)
+    found = pair_scores(x, a, s if sized else None, taus, protected=protected)
     even = [i for i in range(0, tokens, 2) if i >= protected]
     odd = [j for j in range(1, tokens, 2) if j >= protected]
     assert found.shape == (2, len(even), len(odd))
@@ -144,7 +144,7 @@ def test_attraction_is_the_product_of_three(taus: Criteria, tokens: int, protect
 def test_a_pair_nobody_looks_at_attracts_most() -> None:
     x = torch.ones(1, 4, 3)
     a = torch.tensor([[0.4, 0.4, 0.0, 0.2]])  # token 2 underflowed
-    found = attraction(x, a, None, Criteria(), protected=0)
+    found = pair_scores(x, a, None, Criteria(), protected=0)
     assert found.isfinite().all()
     assert found.argmax() == 3  # tokens 2 and 3
     assert found[0, 1, 1].item() == pytest.approx((1 / (TINY * 0.2)) ** (1 / 20), rel=1e-4)
@@ -153,7 +153,7 @@ def test_a_pair_nobody_looks_at_attracts_most() -> None:
 def test_opposite_tokens_do_not_attract() -> None:
     x = torch.tensor([[[1.0, 0.0], [-1.0, 0.0], [1.0, 1e-9], [1.0, 0.0]]])
     for tau in (0.5, 1.0, 3.0):
-        found = attraction(x, torch.ones(1, 4), None, Criteria(tau_sim=tau), protected=0)
+        found = pair_scores(x, torch.ones(1, 4), None, Criteria(tau_sim=tau), protected=0)
         assert found.isfinite().all()
         torch.testing.assert_close(found[0], torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
 
@@ -163,7 +163,7 @@ def test_scores_have_at_least_the_precision_of_float32(dtype: torch.dtype) -> No
     x = torch.randn(1, 6, 4).to(dtype)
     expected = torch.float64 if dtype == torch.float64 else torch.float32
     assert unit_rows(x).dtype == expected
-    assert attraction(x, torch.ones(1, 6), None, Criteria(), protected=1).dtype == expected
+    assert pair_scores(x, torch.ones(1, 6), None, Criteria(), protected=1).dtype == expected
 
 
 def test_unit_rows() -> None:

@@ -19,7 +19,7 @@ def rounding_error(model: nn.Module, tokens: Tensor, exact: Tensor, *, mixed: bo
     fused = hasattr(family.container(model), "method")
     with mctf.trace(model) if fused else nullcontext() as trace, torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         out = family.through_blocks(model, tokens, equal=2)
-    every = out if out.shape == exact.shape else trace.spread(out)
+    every = out if out.shape == exact.shape else trace.unpool(out)
     return float((every.float() - exact).square().mean().sqrt())
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mctf import MctfError
-from mctf.core.schedule import FAST_RATIO, Reduction, fast_blocks, make_schedule, reductions, tokens_to_fuse
+from mctf.core.schedule import FAST_RATIO, Reduction, capped_reduction, fast_blocks, make_schedule, reductions
 from mctf.methods import MCTF
 
 many = settings(max_examples=200)
@@ -22,7 +22,7 @@ depths = st.integers(1, 40)
     entry=st.one_of(counts, ratios), tokens=st.integers(1, 600), protected=st.integers(0, 6), floor=st.integers(0, 20)
 )
 def test_what_leaves_is_capped(entry: float, tokens: int, protected: int, floor: int) -> None:
-    taken = tokens_to_fuse(entry, tokens, protected=protected, min_tokens=floor)
+    taken = capped_reduction(entry, tokens, protected=protected, min_tokens=floor)
     free = tokens - protected
     asked = entry if isinstance(entry, int) else entry * free
     assert 0 <= taken <= max(0, free // 2)
@@ -46,7 +46,7 @@ def test_what_leaves_is_capped(entry: float, tokens: int, protected: int, floor:
     ],
 )
 def test_capping_by_hand(entry: float, tokens: int, protected: int, taken: int) -> None:
-    assert tokens_to_fuse(entry, tokens, protected=protected, min_tokens=10) == taken
+    assert capped_reduction(entry, tokens, protected=protected, min_tokens=10) == taken
 
 
 @many
@@ -97,10 +97,10 @@ def test_the_fast_preset_fits_every_depth(depth: int) -> None:
 def test_reductions_follow_each_other(schedule: list[float], tokens: int) -> None:
     steps = reductions(schedule, tokens, protected=1, method=MCTF())
     entering = [step.tokens for step in steps]
-    leaving = [step.remaining for step in steps]
+    leaving = [step.num_remaining for step in steps]
     assert entering == [tokens, *leaving][: len(steps)]
-    assert all(step.taken <= max(step.asked, 0) for step in steps)
-    assert all(step.remaining >= 10 for step in steps)
+    assert all(step.num_reduced <= max(step.num_requested, 0) for step in steps)
+    assert all(step.num_remaining >= 10 for step in steps)
 
 
 def test_a_reduction_says_what_was_asked() -> None:

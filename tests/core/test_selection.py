@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mctf.core.selection import fill_padding, pack
+from mctf.core.selection import fill_padding, pack_ragged
 
 STAYS = torch.tensor(
     [
@@ -18,17 +18,17 @@ STAYS = torch.tensor(
 
 
 def test_what_stays_moves_up_in_its_order() -> None:
-    packing = pack(STAYS, protected=1)
+    packing = pack_ragged(STAYS, protected=1)
     assert packing is not None
     x = torch.arange(1, 19).view(3, 6)
-    assert packing.pick(x).tolist() == [[1, 2, 4, 6], [7, 12, 0, 0], [13, 0, 0, 0]]
+    assert packing.gather(x).tolist() == [[1, 2, 4, 6], [7, 12, 0, 0], [13, 0, 0, 0]]
     assert packing.sizes is not None
     assert packing.sizes.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]]
     assert packing.weights.tolist() == STAYS.float().tolist()
 
 
 def test_what_goes_has_a_place_all_the_same() -> None:
-    packing = pack(STAYS, protected=1)
+    packing = pack_ragged(STAYS, protected=1)
     assert packing is not None
     assert packing.assignment.count == 4
     assert packing.assignment.slots.tolist() == [
@@ -39,27 +39,27 @@ def test_what_goes_has_a_place_all_the_same() -> None:
 
 
 def test_where_all_stay_there_is_nothing_to_do() -> None:
-    assert pack(torch.ones(2, 5).bool(), protected=1) is None
+    assert pack_ragged(torch.ones(2, 5).bool(), protected=1) is None
 
 
 def test_images_that_keep_as_many_are_not_padded() -> None:
-    packing = pack(torch.tensor([[True, False, True], [True, True, False]]), protected=1)
+    packing = pack_ragged(torch.tensor([[True, False, True], [True, True, False]]), protected=1)
     assert packing is not None
     assert packing.sizes is None
-    assert packing.pick(torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [[1, 3], [4, 5]]
+    assert packing.gather(torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [[1, 3], [4, 5]]
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=4), st.integers(0, 3))
 def test_the_assignment_and_the_packing_agree(rows: list[list[bool]], protected: int) -> None:
     stays = torch.tensor(rows)
     stays[:, : max(1, protected)] = True
-    packing = pack(stays, protected=protected)
+    packing = pack_ragged(stays, protected=protected)
     if packing is None:
         assert stays.all()
         return
     x = torch.randn(len(rows), 7, 3)
-    slots, packed = packing.assignment.slots, packing.pick(x)
-    assert torch.equal(packing.assignment.spread(packed)[stays], x[stays])
+    slots, packed = packing.assignment.slots, packing.gather(x)
+    assert torch.equal(packing.assignment.unpool(packed)[stays], x[stays])
     sums = packing.assignment.total(packing.weights)
     sizes = torch.ones_like(sums) if packing.sizes is None else packing.sizes
     assert torch.equal(sums, sizes)  # each place has one token that counts, and padding none
@@ -70,18 +70,18 @@ def test_the_assignment_and_the_packing_agree(rows: list[list[bool]], protected:
 
 def test_a_gradient_flows_through_what_stays_alone() -> None:
     x = torch.ones(3, 6, 2, requires_grad=True)
-    packing = pack(STAYS, protected=1)
+    packing = pack_ragged(STAYS, protected=1)
     assert packing is not None
-    packing.pick(x).sum().backward()
+    packing.gather(x).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad[..., 0], STAYS.float())
 
 
 def test_picking_from_spread_tokens_minds_no_padding() -> None:
-    packing = pack(STAYS, protected=1)
+    packing = pack_ragged(STAYS, protected=1)
     assert packing is not None
-    packed = packing.pick(torch.randn(3, 6, 2))
-    picked = packing.assignment.pick(packing.assignment.spread(packed))
+    packed = packing.gather(torch.randn(3, 6, 2))
+    picked = packing.assignment.first_of_slot(packing.assignment.unpool(packed))
     assert packing.present is not None
     assert torch.equal(picked[packing.present], packed[packing.present])
     assert picked.shape == packed.shape

@@ -24,7 +24,7 @@ from mctf.evaluation.evaluate import Row, Setting
 from mctf.evaluation.fidelity import Scores
 from mctf.evaluation.match_flops import Ladder, find_ladder
 from mctf.methods import make_method
-from mctf.methods._layers import keep_aside, whole_state
+from mctf.methods._layers import full_state_dict, stash_layers
 from mctf.viz.plots import Line, Panel, draw, panels, spread_apart, write_plot
 
 OWN_COST = {"a_vit", "ia_red2"}
@@ -119,8 +119,8 @@ class TestEnter:
         with pytest.warns(UserWarning, match="untrained"):
             trained = mctf.fuse(copy_of(tiny), "dynamic_vit")
         loaded = copy_of(tiny)
-        layers = {key: value for key, value in whole_state(trained).items() if key not in loaded.state_dict()}
-        keep_aside(loaded, layers)
+        layers = {key: value for key, value in full_state_dict(trained).items() if key not in loaded.state_dict()}
+        stash_layers(loaded, layers)
         (entrant,), _ = enter(loaded, ["dynamic_vit"], [WANTED], images=images)
         assert (entrant.kind, entrant.untrained) == (LEARNED, False)
         entrants, refusals = enter(loaded, ["spvit", "mctf"], [WANTED], images=images)

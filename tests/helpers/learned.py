@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mctf
 from helpers.models import make, make_images
 from helpers.naive import NaiveBlock, assert_as_naive
-from mctf.methods._layers import UntrainedWarning, keep_aside, split_state
+from mctf.methods._layers import UntrainedWarning, split_state_dict, stash_layers
 
 
 def teach(model: nn.Module, method: str, r: Any, *, seed: int = 0, **options: Any) -> dict[str, Tensor]:
@@ -22,14 +22,14 @@ def teach(model: nn.Module, method: str, r: Any, *, seed: int = 0, **options: An
     with warnings.catch_warnings(action="ignore", category=UntrainedWarning):
         mctf.fuse(model, method, r=r, **options)
     generator = torch.Generator().manual_seed(seed)
-    _, layers = split_state(model.state_dict())
+    _, layers = split_state_dict(model.state_dict())
     for name, value in layers.items():
         value.copy_(torch.randn(value.shape, generator=generator).to(value.dtype) / max(1, value[0].numel()) ** 0.5)
         if name.endswith("read.0.weight"):  # of a LayerNorm
             value.add_(1)
     layers = {name: value.clone() for name, value in layers.items()}
     mctf.unfuse(model)
-    keep_aside(model, layers)
+    stash_layers(model, layers)
     return layers
 
 

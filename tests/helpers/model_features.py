@@ -17,7 +17,7 @@ def _module(pattern: str) -> Callable[[Any], bool]:
 
 
 def _setting(name: str, value: object) -> Callable[[Any], bool]:
-    """An attribute of the model or an entry of its config."""
+    """An attribute of the model or an amount of its config."""
     return lambda model: value in (getattr(model, name, None), getattr(getattr(model, "config", None), name, None))
 
 

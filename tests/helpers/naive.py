@@ -27,7 +27,7 @@ PLAIN = Options(proportional=False)  # attention that does not know of sizes
 
 
 @dataclass(frozen=True)
-class NaiveTurn:
+class NaiveContext:
     """What a naive block knows beside its tokens: its number, what the user asked of it, the leading tokens that stay.
 
     initial: tokens that entered the first block. kept: a dictionary that lives as long as one image's pass, for
@@ -35,23 +35,23 @@ class NaiveTurn:
     """
 
     index: int
-    entry: float
+    amount: float
     protected: int
     initial: int
     kept: dict[str, Any]
 
 
-NaiveBlock = Callable[[Pieces, Tokens, NaiveTurn], tuple[Tokens, Groups]]
+NaiveBlock = Callable[[Pieces, Tokens, NaiveContext], tuple[Tokens, Groups]]
 
 
 def run_naive(model: nn.Module, tokens: Tensor, schedule: Sequence[float], block: NaiveBlock) -> reference.Result:
-    """All blocks of the model on one image's tokens (N C); entry l of the schedule is for block l."""
+    """All blocks of the model on one image's tokens (N C); amount l of the schedule is for block l."""
     family, count = family_of(model), len(tokens)
     present = Tokens(tokens, [1.0] * count, [{place: 1.0} for place in range(count)])
     every, covered, kept = [], [], {}
-    for index, (pieces, entry) in enumerate(zip(family.pieces(model), schedule, strict=True)):
-        turn = NaiveTurn(index, entry, family.prefix(model), count, kept)
-        present, groups = block(pieces, present, turn)
+    for index, (pieces, amount) in enumerate(zip(family.pieces(model), schedule, strict=True)):
+        ctx = NaiveContext(index, amount, family.prefix(model), count, kept)
+        present, groups = block(pieces, present, ctx)
         every.append(groups)
         covered.append(present.covered())
     return reference.Result(present.x, present.sizes, every, covered)

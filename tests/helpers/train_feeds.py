@@ -9,7 +9,7 @@ from torch import Tensor
 
 from helpers.models import make
 from mctf.data.sampler import generator_for
-from mctf.distributed import Processes
+from mctf.distributed import DistributedContext
 from mctf.train.build import assemble_around
 from mctf.train.config import Recipe
 from mctf.train.engine import OnStep, Trainer
@@ -17,7 +17,7 @@ from mctf.train.logging import Logs, Record
 from mctf.train.signals import Interruption
 
 CLASSES = 4
-ALONE = Processes(0, 1, torch.device("cpu"))
+ALONE = DistributedContext(0, 1, torch.device("cpu"))
 
 
 class Stripes:

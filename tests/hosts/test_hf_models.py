@@ -218,5 +218,5 @@ def test_patches_are_embedded_by_a_product_while_fused(monkeypatch: pytest.Monke
     expected = run(model, images)
     monkeypatch.setattr("mctf.hosts.patch_embed._reduced_precision_on_gpu", lambda images: True)
     torch.testing.assert_close(run(model, images), expected, atol=1e-4, rtol=1e-4)
-    assert type(model.embeddings.patch_embeddings).__name__ == "PatchProduct"
+    assert type(model.embeddings.patch_embeddings).__name__ == "MatmulPatchEmbed"
     assert mctf.unfuse(model).embeddings.patch_embeddings is own

@@ -87,7 +87,7 @@ def test_features_are_the_fused_tokens_spread(name: str, method: str) -> None:
 
     # and the pass over all blocks at once computes the same tokens
     whole = family.features(model, images)
-    every = whole if family.keeps_every_token(model) else trace.spread(whole)
+    every = whole if family.keeps_every_token(model) else trace.unpool(whole)
     assert torch.equal(final, every)
 
 

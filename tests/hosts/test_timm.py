@@ -115,7 +115,7 @@ def test_heads_that_talk_about_nothing_are_plain_attention(method: str) -> None:
     mctf.fuse(model, method, r=9)
     talking = model(images)
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("attend", "look_at", "attend_and_look"):
+        for name in ("attend", "attention_received", "attend_with_received"):
             patched.delattr(f"mctf.hosts.timm_cait.CaitOps.{name}")
         torch.testing.assert_close(model(images), talking)
 

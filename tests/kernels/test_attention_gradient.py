@@ -63,7 +63,7 @@ def test_gradients(shape, proportional, spread, dtype, device):
         (q, k, v[:, :, : assignment.count] if spread else v),
         out_grad,
         sizes=sizes if proportional else None,
-        spread=assignment,
+        unpool=assignment,
         scale=channels**-0.5,
     )
 
@@ -80,11 +80,11 @@ def test_a_wrong_gradient_is_noticed(monkeypatch, device):
 def test_attention_received_and_gradients_come_from_one_launch(tokens, device):
     q, k, v, sizes = inputs(1, 1, tokens, 16, dtype=torch.float32, device=device)
     options = {"sizes": sizes, "scale": 0.25}
-    expected = kernels.attend_and_look(q, k, v, rows="both", **options)
+    expected = kernels.attend_with_received(q, k, v, rows="both", **options)
     out_grad = torch.randn_like(expected[0])
     wanted = gradients(attention.attend, (q, k, v), out_grad, **options)
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    context, received = kernels.attend_and_look(*leaves, rows="both", **options)
+    context, received = kernels.attend_with_received(*leaves, rows="both", **options)
     assert torch.equal(context, expected[0])
     assert torch.equal(received, expected[1])
     assert not received.requires_grad

@@ -23,7 +23,7 @@ def poison(monkeypatch):
 def test_context_and_informativeness(shape, proportional, dtype, device):
     q, k, v, sizes = inputs(*shape, dtype=dtype, device=device)
     options = {"sizes": sizes if proportional else None, "scale": shape[3] ** -0.5}
-    context, received = kernels.attend_and_look(q, k, v, rows="mean", **options)
+    context, received = kernels.attend_with_received(q, k, v, rows="mean", **options)
 
     exact = attention.attend(q.double(), k.double(), v.double(), **options)
     own = distance(attention.attend(q, k, v, **options), exact)
@@ -35,7 +35,7 @@ def test_context_and_informativeness(shape, proportional, dtype, device):
 @pytest.mark.parametrize("tokens", [300, 257])
 def test_sequences_too_long_for_one_pass(tokens, device):
     q, k, v, sizes = inputs(1, 2, tokens, 32, dtype=torch.float32, device=device)
-    context, received = kernels.attend_and_look(q, k, v, sizes=sizes, scale=0.2, rows="both")
+    context, received = kernels.attend_with_received(q, k, v, sizes=sizes, scale=0.2, rows="both")
     assert distance(context, attention.attend(q, k, v, sizes=sizes, scale=0.2)) < 1e-5
     expected = attention.informativeness(q, k, sizes=sizes, scale=0.2, rows="both")
     assert distance(received.sum(dim=1), expected) < 1e-5
@@ -44,7 +44,7 @@ def test_sequences_too_long_for_one_pass(tokens, device):
 @pytest.mark.parametrize("rows", ["mean", "class", "both"])
 def test_rows_that_are_averaged(rows, device):
     q, k, _, sizes = inputs(2, 2, 40, 16, dtype=torch.float32, device=device)
-    received = kernels.look_at(q, k, sizes=sizes, scale=0.3, rows=rows).received.sum(dim=1)
+    received = kernels.attention_received(q, k, sizes=sizes, scale=0.3, rows=rows).received.sum(dim=1)
     assert distance(received, attention.informativeness(q, k, sizes=sizes, scale=0.3, rows=rows)) < 1e-5
 
 
@@ -52,7 +52,7 @@ def test_values_spread_by_slot(device):
     q, k, v, sizes = inputs(2, 2, 40, 16, dtype=torch.float32, device=device)
     slots = torch.stack([torch.randperm(40) % 25 for _ in range(2)]).to(device)
     spread = Assignment(slots, 25)
-    options = {"sizes": sizes, "scale": 0.25, "spread": spread}
+    options = {"sizes": sizes, "scale": 0.25, "unpool": spread}
     values = v[:, :, :25]
     assert distance(kernels.attend(q, k, values, **options), attention.attend(q, k, values, **options)) < 1e-5
 
@@ -60,7 +60,7 @@ def test_values_spread_by_slot(device):
 def test_a_row_whose_logits_are_all_far_below_zero_is_still_a_mean(device):
     q, k, v, _ = inputs(1, 1, 20, 16, dtype=torch.float32, device=device)
     q, k = torch.full_like(q, -30.0), torch.full_like(k, 30.0)
-    context, _ = kernels.attend_and_look(q, k, v, sizes=None, scale=1.0, rows="mean")
+    context, _ = kernels.attend_with_received(q, k, v, sizes=None, scale=1.0, rows="mean")
     assert distance(context, v.mean(dim=2, keepdim=True).expand_as(v).transpose(1, 2).flatten(2)) < 1e-5
 
 
@@ -68,11 +68,11 @@ def test_a_row_whose_logits_are_all_far_below_zero_is_still_a_mean(device):
 def test_few_heads_are_cut_smaller(dtype, device, monkeypatch):
     q, k, v, sizes = inputs(1, 2, 100, 32, dtype=dtype, device=device)
     options = {"sizes": sizes, "scale": 32**-0.5, "rows": "both"}
-    whole = kernels.attend_and_look(q, k, v, **options)
+    whole = kernels.attend_with_received(q, k, v, **options)
     monkeypatch.setattr(attention_ops, "_FEW_HEADS", 3)
     launches = []
     monkeypatch.setattr(attention_ops, "_launch_long", partial(_noted, attention_ops._launch_long, launches))
-    cut = kernels.attend_and_look(q, k, v, **options)
+    cut = kernels.attend_with_received(q, k, v, **options)
     assert launches
     for one, other in zip(whole, cut, strict=True):
         assert distance(one, other) < (1e-5 if dtype == torch.float32 else 1e-2)
@@ -93,7 +93,7 @@ def test_nobody_attends_to_keys_of_size_0_however_large_their_logits(tokens, gap
     sizes = torch.ones(1, tokens)
     sizes[:, 7] = 0
     q, k, v, sizes = q.to(device, dtype), k.to(device, dtype), v.to(device, dtype), sizes.to(device)
-    context, received = kernels.attend_and_look(q, k, v, sizes=sizes, scale=1.0, rows="mean")
+    context, received = kernels.attend_with_received(q, k, v, sizes=sizes, scale=1.0, rows="mean")
     others = [j for j in range(tokens) if j != 7]
     wide = (q.double(), k.double()[:, :, others], v.double()[:, :, others])
     expected = torch.nn.functional.scaled_dot_product_attention(*wide, scale=1.0).transpose(1, 2).flatten(2)

@@ -69,7 +69,7 @@ def heads(tokens, dtype=torch.bfloat16, **options):
 def test_attention(tokens, proportional, compiled):
     q, k, v = heads(tokens)
     sizes = torch.ones(1, tokens) if proportional else None
-    kernels.attend_and_look(q, k, v, sizes=sizes, scale=0.2, rows="both")
+    kernels.attend_with_received(q, k, v, sizes=sizes, scale=0.2, rows="both")
     long = ["long_attention_kernel", "long_received_kernel"]
     assert compiled == (long if tokens > 256 else ["attention_kernel"])
 
@@ -77,7 +77,7 @@ def test_attention(tokens, proportional, compiled):
 @pytest.mark.parametrize("tokens", [40, 150, 300])
 def test_a_look_alone(tokens, compiled):
     q, k, _ = heads(tokens)
-    kernels.look_at(q, k, sizes=torch.ones(1, tokens), scale=0.2, rows="mean")
+    kernels.attention_received(q, k, sizes=torch.ones(1, tokens), scale=0.2, rows="mean")
     assert len(compiled) == 1 + (tokens > 256)
 
 
@@ -85,7 +85,7 @@ def test_a_look_alone(tokens, compiled):
 def test_attention_with_spread_values_and_gradients(tokens, compiled):
     q, k, v = heads(tokens, requires_grad=True)
     spread = Assignment(torch.arange(tokens)[None] // 2, tokens // 2)
-    context = kernels.attend(q, k, v[:, :, : tokens // 2], sizes=torch.ones(1, tokens), scale=0.2, spread=spread)
+    context = kernels.attend(q, k, v[:, :, : tokens // 2], sizes=torch.ones(1, tokens), scale=0.2, unpool=spread)
     context.sum().backward()
     assert {name for name in compiled if "backward" in name or "gradient" in name}
     assert "sum_kernel" in compiled

@@ -5,7 +5,7 @@ import timm
 import torch
 
 import mctf
-from mctf.hosts.patch_embed import PatchProduct
+from mctf.hosts.patch_embed import MatmulPatchEmbed
 from mctf.kernels import plain_operations
 
 
@@ -61,7 +61,7 @@ def test_training_agrees(model, device):
 
 def test_patches_by_product_are_the_convolution(model, device):
     convolution = model.patch_embed.proj
-    product = PatchProduct.of(convolution, lambda: True)
+    product = MatmulPatchEmbed.of(convolution, lambda: True)
     images = torch.randn(2, 3, 165, 160, device=device)
     expected = convolution(images)
     torch.testing.assert_close(product._multiply(images), expected, rtol=1e-4, atol=1e-4)

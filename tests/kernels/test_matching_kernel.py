@@ -52,7 +52,7 @@ def check_slots_and_members(case, sized, bidirectional, taus, device):
     expected_a = received.double().sum(dim=1)
     torch.testing.assert_close(a.double(), expected_a, rtol=1e-6, atol=0)
     wide = None if sizes is None else sizes.double()
-    scores = matching.attraction(x.double(), expected_a, wide, taus, protected=protected)
+    scores = matching.pair_scores(x.double(), expected_a, wide, taus, protected=protected)
     by = matching.match_bidirectional if bidirectional else matching.match_one_way
     expected = by(scores, r, protected=protected)
     assert torch.equal(found.slots, expected.slots)
@@ -68,7 +68,7 @@ def test_equal_scores_fall_by_index(tokens, device):
     x = torch.ones(1, tokens, 8, device=device)
     a = torch.full((1, tokens), 0.05, device=device)
     found, _ = kernels.match(x, a[:, None], None, matching.Criteria(), r=6, protected=1, bidirectional=True)
-    scores = matching.attraction(x, a, None, matching.Criteria(), protected=1)
+    scores = matching.pair_scores(x, a, None, matching.Criteria(), protected=1)
     assert torch.equal(found.slots, matching.match_bidirectional(scores, 6, protected=1).slots)
 
 
@@ -113,7 +113,7 @@ def test_pairs_without_any_attraction_still_have_partners(tokens, protected, dev
     a = torch.full((2, tokens), 0.05, device=device)
     taus = matching.Criteria(tau_sim=2.0)
     found, _ = kernels.match(x, a[:, None], None, taus, r=6, protected=protected, bidirectional=True)
-    scores = matching.attraction(x, a, None, taus, protected=protected)
+    scores = matching.pair_scores(x, a, None, taus, protected=protected)
     assert torch.equal(found.slots, matching.match_bidirectional(scores, 6, protected=protected).slots)
     assert torch.equal(found.start, found.members()[1])
     assert torch.equal(found.order.sort(dim=1).values, torch.arange(tokens, device=device).expand(2, -1).int())
@@ -127,7 +127,7 @@ def test_lengths_far_apart(device):
     sizes[:, 20:] = 0  # padding, which counts for nothing where sizes are no criterion
     taus = matching.Criteria(1.0, 0.05, 0.0)
     found, _ = kernels.match(x, a[:, None], sizes, taus, r=8, protected=0, bidirectional=True)
-    scores = matching.attraction(x.double(), a.double(), sizes.double(), taus, protected=0)
+    scores = matching.pair_scores(x.double(), a.double(), sizes.double(), taus, protected=0)
     assert torch.equal(found.slots, matching.match_bidirectional(scores, 8, protected=0).slots)
 
 

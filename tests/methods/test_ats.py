@@ -12,7 +12,7 @@ from helpers.models import NAMES, family_of, make, make_images
 from helpers.naive import (
     PLAIN,
     NaiveBlock,
-    NaiveTurn,
+    NaiveContext,
     assert_refused_for_want_of_a_class_token,
     by_falling,
     plain_block,
@@ -24,30 +24,30 @@ from mctf.methods.ats import sample
 
 
 def naive_ats(samples: int | None = None, fewest: int = 8) -> NaiveBlock:
-    def block(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
-        if not turn.entry or len(tokens.x) <= fewest:
+    def block(pieces: Pieces, tokens: Tokens, ctx: NaiveContext) -> tuple[Tokens, Groups]:
+        if not ctx.amount or len(tokens.x) <= fewest:
             return plain_block(pieces, tokens)
         read = pieces.read(tokens.x)
         full_map = reference.attention_map(pieces, read, tokens, PLAIN)
         values = pieces.values(read)
         context = pieces.finish(reference.joined_heads(full_map @ values), read)
 
-        patches = range(turn.protected, len(tokens.x))
+        patches = range(ctx.protected, len(tokens.x))
         significance = {j: float(full_map[:, 0, j].sum() * values[:, j].norm()) for j in patches}
-        kept = naive_sample(significance, how_many(samples, turn))
-        least = fewest - turn.protected
+        kept = naive_sample(significance, how_many(samples, ctx))
+        least = fewest - ctx.protected
         if len(kept) < least:
             ranked = by_falling([significance.get(j, 0.0) for j in range(len(tokens.x))], list(patches))
             kept = set(ranked[:least])
-        stay = [*range(turn.protected), *sorted(kept)]
+        stay = [*range(ctx.protected), *sorted(kept)]
         x = pieces.add_mlp(pieces.add_attention(tokens.x[stay], context[stay]))
-        return dropped(tokens, stay, x, turn.protected)
+        return dropped(tokens, stay, x, ctx.protected)
 
-    def how_many(samples: int | None, turn: NaiveTurn) -> int:
-        every, patches = turn.initial, turn.initial - turn.protected
+    def how_many(samples: int | None, ctx: NaiveContext) -> int:
+        every, patches = ctx.initial, ctx.initial - ctx.protected
         most = every if samples is None else samples
-        r = turn.entry if isinstance(turn.entry, int) else int(turn.entry * patches)
-        return max(fewest - turn.protected, most if r <= 1 else min(most, patches - r))
+        r = ctx.amount if isinstance(ctx.amount, int) else int(ctx.amount * patches)
+        return max(fewest - ctx.protected, most if r <= 1 else min(most, patches - r))
 
     return block
 

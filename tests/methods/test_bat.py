@@ -12,7 +12,7 @@ import mctf
 from helpers.models import NAMES, make, make_images
 from helpers.naive import (
     NaiveBlock,
-    NaiveTurn,
+    NaiveContext,
     assert_as_naive,
     assert_as_naive_or_refused,
     attended,
@@ -35,12 +35,12 @@ def share_of(asked: float, count: int) -> int:
 def naive_bat(**options: Any) -> NaiveBlock:
     meant = {**SHARES, **options}
 
-    def block(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
-        first, count = turn.protected, len(tokens.x)
+    def block(pieces: Pieces, tokens: Tokens, ctx: NaiveContext) -> tuple[Tokens, Groups]:
+        first, count = ctx.protected, len(tokens.x)
         free = count - first
-        if turn.entry == 0:
+        if ctx.amount == 0:
             return plain_block(pieces, tokens)
-        remaining = free - turn.entry if isinstance(turn.entry, int) else math.ceil((1 - turn.entry) * free - 1e-9) + 1
+        remaining = free - ctx.amount if isinstance(ctx.amount, int) else math.ceil((1 - ctx.amount) * free - 1e-9) + 1
         x, full_map = attended(pieces, tokens)
         a = full_map[:, 0].mean(dim=0).tolist()
         clusters = max(1, min(remaining - 1, share_of(meant["clusters"], remaining)))

@@ -14,7 +14,7 @@ from helpers.models import DEPTH, make, make_images, run, tokens_of
 from helpers.naive import assert_dropped_as_naive
 from helpers.reference import Result
 from mctf.core.assignment import Assignment
-from mctf.methods.base import Step
+from mctf.methods.base import BlockOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore::mctf.methods._layers.UntrainedWarning")
 DROPPING: dict[str, list[dict[str, Any]]] = {
@@ -104,12 +104,14 @@ def test_patches_behind_a_mask_are_still_there(method: str) -> None:
     assert not trace.dropped().any()
 
 
-def step(slots: list[int], weights: list[float]) -> Step:
+def step(slots: list[int], weights: list[float]) -> BlockOutput:
     count = max(slots) + 1
-    return Step(torch.zeros(1, count, 3), None, Assignment(torch.tensor([slots]), count), torch.tensor([weights]))
+    return BlockOutput(
+        torch.zeros(1, count, 3), None, Assignment(torch.tensor([slots]), count), torch.tensor([weights])
+    )
 
 
-def recorded(*steps: Step) -> mctf.Trace:
+def recorded(*steps: BlockOutput) -> mctf.Trace:
     trace = mctf.Trace()
     for index, each in enumerate(steps):
         trace.record(index, torch.zeros(1, each.weights.shape[1], 3), each)

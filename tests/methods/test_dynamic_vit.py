@@ -11,7 +11,7 @@ from helpers import reference
 from helpers.dropping import dropped
 from helpers.learned import assert_as_taught_or_refused, gelu, layer_norm, linear, perceptron, teach
 from helpers.models import NAMES, make, make_images
-from helpers.naive import PLAIN, NaiveBlock, NaiveTurn, assert_as_naive, by_falling, plain_block
+from helpers.naive import PLAIN, NaiveBlock, NaiveContext, assert_as_naive, by_falling, plain_block
 from helpers.reference import Groups, Tokens
 from helpers.reference_blocks import Pieces
 from mctf import MctfError
@@ -32,13 +32,13 @@ def keep_scores(layers: dict[str, Tensor], block: int, patches: Tensor) -> list[
 
 
 def naive_dynamic_vit(layers: dict[str, Tensor]) -> NaiveBlock:
-    def block(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
-        if turn.entry == 0:
+    def block(pieces: Pieces, tokens: Tokens, ctx: NaiveContext) -> tuple[Tokens, Groups]:
+        if ctx.amount == 0:
             return plain_block(pieces, tokens)
-        first = turn.protected
-        turn.kept["stage"] = turn.kept.get("stage", 0) + 1
-        keep = int((turn.initial - first) * (1 - turn.entry) ** turn.kept["stage"])
-        scores = [0.0] * first + keep_scores(layers, turn.index, tokens.x[first:])
+        first = ctx.protected
+        ctx.kept["stage"] = ctx.kept.get("stage", 0) + 1
+        keep = int((ctx.initial - first) * (1 - ctx.amount) ** ctx.kept["stage"])
+        scores = [0.0] * first + keep_scores(layers, ctx.index, tokens.x[first:])
         stay = [*range(first), *sorted(by_falling(scores, range(first, len(scores)))[:keep])]
         left, groups = dropped(tokens, stay, tokens.x[stay], first)
         return reference.whole_block(pieces, left, PLAIN), groups

@@ -10,7 +10,7 @@ import mctf
 from helpers.models import NAMES, make, make_images
 from helpers.naive import (
     NaiveBlock,
-    NaiveTurn,
+    NaiveContext,
     assert_as_naive,
     assert_as_naive_or_refused,
     attended,
@@ -24,17 +24,17 @@ from mctf import MctfError
 SCHEDULE = [0.3, 9, 0, 0.5]
 
 
-def attentive_tokens(entry: float, free: int, *, extra: int) -> int:
-    """ceil(kappa * n) for a ratio 1 - kappa; for a count, so many that `entry` fewer tokens go on."""
-    kept = free - entry - extra if isinstance(entry, int) else math.ceil((1 - entry) * free - 1e-9)
+def attentive_tokens(amount: float, free: int, *, extra: int) -> int:
+    """ceil(kappa * n) for a ratio 1 - kappa; for a count, so many that `amount` fewer tokens go on."""
+    kept = free - amount - extra if isinstance(amount, int) else math.ceil((1 - amount) * free - 1e-9)
     return max(1, kept)
 
 
 def naive_evit(*, fuse: bool) -> NaiveBlock:
-    def block(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
-        first, count = turn.protected, len(tokens.x)
-        kept = attentive_tokens(turn.entry, count - first, extra=int(fuse))
-        if turn.entry == 0:
+    def block(pieces: Pieces, tokens: Tokens, ctx: NaiveContext) -> tuple[Tokens, Groups]:
+        first, count = ctx.protected, len(tokens.x)
+        kept = attentive_tokens(ctx.amount, count - first, extra=int(fuse))
+        if ctx.amount == 0:
             return plain_block(pieces, tokens)
         x, full_map = attended(pieces, tokens)
         a = full_map[:, 0].mean(dim=0).tolist()
@@ -79,7 +79,7 @@ def test_the_fused_token_is_a_sum_that_nobody_divides() -> None:
     """The comparison above would notice a mean in its place."""
     model = make("plain").double()
 
-    def with_a_mean(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
+    def with_a_mean(pieces: Pieces, tokens: Tokens, ctx: NaiveContext) -> tuple[Tokens, Groups]:
         x, full_map = attended(pieces, tokens)
         a = full_map[:, 0].mean(dim=0)
         ranked = by_falling(a.tolist(), range(1, len(x)))
@@ -88,8 +88,8 @@ def test_the_fused_token_is_a_sum_that_nobody_divides() -> None:
         groups = [[i] for i in [0, *kept]] + [rest]
         return tokens.fused(groups, a.tolist(), pieces.add_mlp(torch.stack([x[0], *x[kept], mean]))), groups
 
-    def in_the_last_block(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
-        return with_a_mean(pieces, tokens, turn) if turn.entry else plain_block(pieces, tokens)
+    def in_the_last_block(pieces: Pieces, tokens: Tokens, ctx: NaiveContext) -> tuple[Tokens, Groups]:
+        return with_a_mean(pieces, tokens, ctx) if ctx.amount else plain_block(pieces, tokens)
 
     images, schedule = make_images(model, 1), [0, 0, 0, 23]
     assert_as_naive(model, images, naive_evit(fuse=True), method="evit", schedule=schedule)
@@ -128,7 +128,7 @@ def test_one_attentive_token_always_stays(fuse: bool, left: int) -> None:
         assert model(make_images(model, 2)).isfinite().all()
     plan = mctf.plan(model, method="evit", r=[1000, 0, 0.9, 3], fuse_inattentive=fuse)
     assert trace.token_counts == plan.token_counts == [5 + left] * 4
-    assert (plan.reductions[0].asked, plan.reductions[0].taken) == (1000, 64 - left)
+    assert (plan.reductions[0].num_requested, plan.reductions[0].num_reduced) == (1000, 64 - left)
     assert plan.capped == [0, 3]
 
 

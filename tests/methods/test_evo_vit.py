@@ -13,7 +13,7 @@ from helpers.models import NAMES, by_pickle, family_of, make, make_images, run, 
 from helpers.naive import (
     PLAIN,
     NaiveBlock,
-    NaiveTurn,
+    NaiveContext,
     assert_as_naive,
     assert_as_naive_or_refused,
     assert_images_do_not_meet,
@@ -32,11 +32,11 @@ SCHEDULE = [0, 0.5, 0.5, 0.5]
 def naive_evo_vit(stages: tuple[int, ...]) -> NaiveBlock:
     """Blocks in `stages` choose, and any block that is to leave another number behind than the one before it."""
 
-    def block(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
-        count, first, known = len(tokens.x), turn.protected, turn.kept
+    def block(pieces: Pieces, tokens: Tokens, ctx: NaiveContext) -> tuple[Tokens, Groups]:
+        count, first, known = len(tokens.x), ctx.protected, ctx.kept
         alone = [[i] for i in range(count)]
         free = count - first
-        waiting = min(turn.entry if isinstance(turn.entry, int) else int(turn.entry * free), free - 1)
+        waiting = min(ctx.amount if isinstance(ctx.amount, int) else int(ctx.amount * free), free - 1)
         if waiting == 0:
             seen = reference.received(attended(pieces, tokens)[1], "class", first)
             old = known["attention"] if "inside" in known else seen  # nothing of the past before the first choice
@@ -45,7 +45,7 @@ def naive_evo_vit(stages: tuple[int, ...]) -> NaiveBlock:
                 known["inside"] = None
             return reference.whole_block(pieces, tokens, PLAIN), alone
         inside = known.get("inside")
-        if inside is None or len(inside) != count - waiting or turn.index in stages:
+        if inside is None or len(inside) != count - waiting or ctx.index in stages:
             ranked = by_falling(known["attention"], range(first, count))
             inside = known["inside"] = [*range(first), *sorted(ranked[: free - waiting])]
         part = Tokens(tokens.x[inside], [1.0] * len(inside), [tokens.cover[i] for i in inside])
@@ -94,7 +94,7 @@ def test_training_may_choose_in_every_block() -> None:
 def test_the_published_setting(name: str, gflops: float) -> None:
     plan = mctf.plan(name, method="evo_vit")
     assert plan.token_counts == [197] * 12
-    assert [step.taken for step in plan.reductions] == [0] * 4 + [98] * 8
+    assert [step.num_reduced for step in plan.reductions] == [0] * 4 + [98] * 8
     assert plan.gflops == pytest.approx(gflops, abs=0.1)
     assert plan.learned_parameters == 0
 

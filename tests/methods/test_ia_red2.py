@@ -15,13 +15,13 @@ import mctf
 from helpers import reference
 from helpers.dropping import assert_as_unpadded, dropped, run_each
 from helpers.models import CLASSES, NAMES, family_of, make, make_images, run, tokens_of
-from helpers.naive import PLAIN, NaiveBlock, NaiveTurn, assert_refused_for_want_of_a_class_token, plain_block
+from helpers.naive import PLAIN, NaiveBlock, NaiveContext, assert_refused_for_want_of_a_class_token, plain_block
 from helpers.reference import Groups, Tokens
 from helpers.reference_blocks import Pieces
 from mctf import MctfError
 from mctf.api import fused_stack
 from mctf.methods._layers import UntrainedWarning
-from mctf.methods.base import Step
+from mctf.methods.base import BlockOutput
 from mctf.train.objective import Objective
 from mctf.train.two_branch import Branch, run_branch
 
@@ -51,16 +51,16 @@ def fused(model: nn.Module, r: Any = None, **options: Any) -> nn.Module:
 def naive_ia_red2(layers: nn.ModuleDict) -> NaiveBlock:
     """Before a block that has layers (query, key), the tokens whose probability is 1/2 at most go."""
 
-    def block(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
-        if not turn.entry:
+    def block(pieces: Pieces, tokens: Tokens, ctx: NaiveContext) -> tuple[Tokens, Groups]:
+        if not ctx.amount:
             return plain_block(pieces, tokens)
-        layer = layers[str(turn.index)]
+        layer = layers[str(ctx.index)]
         stay = [
             token
             for token in range(len(tokens.x))
-            if token < turn.protected or naive_probability(layer, tokens.x[0], tokens.x[token]) > 0.5
+            if token < ctx.protected or naive_probability(layer, tokens.x[0], tokens.x[token]) > 0.5
         ]
-        remaining, groups = dropped(tokens, stay, tokens.x[stay], turn.protected)
+        remaining, groups = dropped(tokens, stay, tokens.x[stay], ctx.protected)
         return reference.whole_block(pieces, remaining, PLAIN), groups
 
     return block
@@ -108,12 +108,12 @@ def staying(model: nn.Module) -> Iterator[list[Tensor]]:
     """Within, which tokens stay in each block that drops any, B N, is added to the list."""
     found: list[Tensor] = []
 
-    class Watcher:
-        def record(self, index: int, x: Tensor, step: Step) -> None:
+    class Observer:
+        def record(self, index: int, x: Tensor, step: BlockOutput) -> None:
             if step.weights is not None:
                 found.append(step.weights > 0)
 
-    with fused_stack(model).watched_by(Watcher()):
+    with fused_stack(model).observed_by(Observer()):
         yield found
 
 

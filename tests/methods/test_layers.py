@@ -20,7 +20,7 @@ from helpers.models import make, make_images
 from mctf import MctfError
 from mctf.data import Batch
 from mctf.evaluation.evaluate import Setting, evaluate
-from mctf.methods._layers import UntrainedWarning, kept_aside, whole_state
+from mctf.methods._layers import UntrainedWarning, full_state_dict, stashed_layers
 from mctf.models import loading
 
 METHOD = "dynamic_vit"
@@ -98,7 +98,7 @@ class TestFiles:
         twin = copy.deepcopy(loaded)
         for model in (loaded, twin):
             assert torch.equal(mctf.fuse(model, METHOD, r=R)(images), trained(images))
-        assert whole_state(mctf.unfuse(loaded)).keys() == trained.state_dict().keys()
+        assert full_state_dict(mctf.unfuse(loaded)).keys() == trained.state_dict().keys()
 
     @pytest.mark.filterwarnings("ignore::mctf.methods._layers.UntrainedWarning")
     @torch.no_grad()
@@ -110,7 +110,7 @@ class TestFiles:
         loading.load_weights(by_path, weights)
         assert torch.equal(by_torch(images), trained(images))
         assert torch.equal(by_path(images), trained(images))
-        assert not kept_aside(by_path)
+        assert not stashed_layers(by_path)
 
     @pytest.mark.usefixtures("quiet")
     def test_other_methods_do_without(self, weights: Path, images: Tensor) -> None:

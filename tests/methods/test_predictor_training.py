@@ -16,7 +16,7 @@ from mctf.api import fused_stack
 from mctf.methods import _predictor, dynamic_vit, spvit
 from mctf.methods._predictor import Decisions, masked_map, ratio_loss, token_distance
 from mctf.train.compile import compile_blocks
-from mctf.train.two_branch import Branch, Lesson, run_branch
+from mctf.train.two_branch import Branch, TeacherOutput, run_branch
 
 MODULES = {"dynamic_vit": dynamic_vit, "spvit": spvit}
 every_method = pytest.mark.parametrize("method", list(MODULES))
@@ -207,7 +207,7 @@ class TestLoss:
         made = mctf.methods.make_method(method, {"ratio_weight": 3.0})
         decisions = self.decisions()
 
-        def loss(lesson: Lesson | None) -> Tensor:
+        def loss(lesson: TeacherOutput | None) -> Tensor:
             branch = Branch(logits, logits, ours, (None, decisions), lesson)
             return made.extra_loss(nn.Identity(), logits, logits, [branch])
 
@@ -216,8 +216,8 @@ class TestLoss:
         known = taught.softmax(dim=1)
         kl = 0.5 * (known * (known.log() - F.log_softmax(logits, dim=1))).sum(dim=1).mean()
         torch.testing.assert_close(loss(None), ratio)
-        torch.testing.assert_close(loss(Lesson(theirs, None)), ratio + token)
-        torch.testing.assert_close(loss(Lesson(theirs, taught)), ratio + token + kl)
+        torch.testing.assert_close(loss(TeacherOutput(theirs, None)), ratio + token)
+        torch.testing.assert_close(loss(TeacherOutput(theirs, taught)), ratio + token + kl)
 
     @every_method
     def test_is_nothing_where_nothing_is_selected(self, method: str) -> None:

@@ -5,7 +5,7 @@ import torch
 
 import mctf
 from helpers.models import NAMES, make, make_images, run
-from helpers.naive import NaiveBlock, NaiveTurn, assert_as_naive, plain_block
+from helpers.naive import NaiveBlock, NaiveContext, assert_as_naive, plain_block
 from helpers.reference import Groups, Tokens, allowed
 from helpers.reference_blocks import Pieces
 from mctf import MctfError
@@ -22,12 +22,12 @@ def hashed(place: int, seed: int, block: int) -> int:
 
 
 def naive_random(seed: int) -> NaiveBlock:
-    def block(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
-        first, count = turn.protected, len(tokens.x)
-        r = allowed(int(turn.entry), count, first, floor=10)
+    def block(pieces: Pieces, tokens: Tokens, ctx: NaiveContext) -> tuple[Tokens, Groups]:
+        first, count = ctx.protected, len(tokens.x)
+        r = allowed(int(ctx.amount), count, first, floor=10)
         if r == 0:
             return plain_block(pieces, tokens)
-        order = sorted(range(count - first), key=lambda place: hashed(place, seed, turn.index))
+        order = sorted(range(count - first), key=lambda place: hashed(place, seed, ctx.index))
         gone = {first + place for place in order[:r]}
         kept = [i for i in range(count) if i not in gone]
         groups = [[i] for i in kept]

@@ -11,7 +11,7 @@ import mctf
 from helpers import reference
 from helpers.learned import assert_as_taught_or_refused, gelu, layer_norm, linear, perceptron, teach
 from helpers.models import NAMES, make, make_images
-from helpers.naive import PLAIN, NaiveBlock, NaiveTurn, assert_as_naive, by_falling, plain_block
+from helpers.naive import PLAIN, NaiveBlock, NaiveContext, assert_as_naive, by_falling, plain_block
 from helpers.reference import Groups, Tokens
 from helpers.reference_blocks import Pieces
 
@@ -45,15 +45,15 @@ def keep_probabilities(layers: dict[str, Tensor], block: int, patches: Tensor, h
 def naive_spvit(layers: dict[str, Tensor]) -> NaiveBlock:
     heads = layers["token_reduction.1.weigh.0.weight"].shape[1]
 
-    def block(pieces: Pieces, tokens: Tokens, turn: NaiveTurn) -> tuple[Tokens, Groups]:
-        if turn.entry == 0:
+    def block(pieces: Pieces, tokens: Tokens, ctx: NaiveContext) -> tuple[Tokens, Groups]:
+        if ctx.amount == 0:
             return plain_block(pieces, tokens)
-        first, packages = turn.protected, turn.kept.get("packages", 0)
+        first, packages = ctx.protected, ctx.kept.get("packages", 0)
         last = len(tokens.x) - packages
-        turn.kept["packages"] = packages + 1
-        share = SHARES[packages] ** (math.log(1 - turn.entry) / math.log(SHARES[0]))
-        keep = int(share * (turn.initial - first))
-        scores = [0.0] * first + keep_probabilities(layers, turn.index, tokens.x[first:last], heads)
+        ctx.kept["packages"] = packages + 1
+        share = SHARES[packages] ** (math.log(1 - ctx.amount) / math.log(SHARES[0]))
+        keep = int(share * (ctx.initial - first))
+        scores = [0.0] * first + keep_probabilities(layers, ctx.index, tokens.x[first:last], heads)
         ranked = by_falling(scores, range(first, last))
         groups = [[i] for i in [*range(first), *sorted(ranked[:keep]), *range(last, len(tokens.x))]]
         groups.append(sorted(ranked[keep:]))

@@ -77,19 +77,19 @@ def test_the_file_says_where_it_comes_from(packed: tuple[Path, str]) -> None:
 
 
 def test_the_same_run_gives_the_same_bytes(script: dict[str, Any], packed: tuple[Path, str], run: Path) -> None:
-    assert script["pack"](run / "model.safetensors")[0] == packed[0].read_bytes()
+    assert script["pack_ragged"](run / "model.safetensors")[0] == packed[0].read_bytes()
 
 
 def test_accuracy_is_not_made_up(script: dict[str, Any], other_run: Path) -> None:
     (other_run / "evaluation.json").unlink()
     with pytest.raises(MctfError, match=r"there is no .*evaluation\.json: .* train with --validation"):
-        script["pack"](other_run / "model.safetensors")
+        script["pack_ragged"](other_run / "model.safetensors")
 
 
 def test_weights_for_other_classes_are_refused(script: dict[str, Any], other_run: Path) -> None:
     save_file(create("embedded", num_classes=10).state_dict(), other_run / "model.safetensors")
     with pytest.raises(MctfError, match="has 10 classes: expected weights for the 200 of Tiny-ImageNet"):
-        script["pack"](other_run / "model.safetensors")
+        script["pack_ragged"](other_run / "model.safetensors")
 
 
 def test_weights_beyond_float16_are_refused(script: dict[str, Any], other_run: Path) -> None:
@@ -97,7 +97,7 @@ def test_weights_beyond_float16_are_refused(script: dict[str, Any], other_run: P
     state["norm.bias"][3] = 1e6
     save_file(state, other_run / "model.safetensors")
     with pytest.raises(MctfError, match=r"norm\.bias of .* does not fit into float16"):
-        script["pack"](other_run / "model.safetensors")
+        script["pack_ragged"](other_run / "model.safetensors")
 
 
 def test_answers_that_differ_by_more_than_rounding_are_refused(script: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from helpers.torchrun import run_together
 from mctf import MctfError
 from mctf.data import find_images, find_labels
 from mctf.data.dataset import share
-from mctf.distributed import Processes, from_first, gather, joined
+from mctf.distributed import DistributedContext, all_gather_object, broadcast_object, init_distributed
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def pictures(tmp_path: Path) -> Path:
 def test_shares_are_a_partition(pictures: Path, world: int) -> None:
     images = find_images(pictures)
     labels = find_labels(images, num_classes=2)
-    shares = [share(images, labels, Processes(rank, world, CPU)) for rank in range(world)]
+    shares = [share(images, labels, DistributedContext(rank, world, CPU)) for rank in range(world)]
     assert sorted(name for part, _ in shares for name in part.names) == sorted(images.names)
     for part, own in shares:
         assert own.indices == tuple(0 if name.startswith("cat") else 1 for name in part.names)
@@ -41,15 +41,15 @@ def test_shares_are_a_partition(pictures: Path, world: int) -> None:
 def test_more_processes_than_images(pictures: Path) -> None:
     images = find_images(pictures)
     with pytest.raises(MctfError, match="holds fewer images than the 9 processes: start fewer of them"):
-        share(images, find_labels(images, num_classes=2), Processes(0, 9, CPU))
+        share(images, find_labels(images, num_classes=2), DistributedContext(0, 9, CPU))
 
 
 def test_a_process_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with joined(CPU) as processes:
-        assert (processes.rank, processes.world, processes.first, processes.together) == (0, 1, True, False)
-        assert gather("mine") == ["mine"]
-        assert from_first("mine") == "mine"
+    with init_distributed(CPU) as processes:
+        assert (processes.rank, processes.world, processes.is_main, processes.is_distributed) == (0, 1, True, False)
+        assert all_gather_object("mine") == ["mine"]
+        assert broadcast_object("mine") == "mine"
 
 
 def rows(output: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from mctf import MctfError
 from mctf.api import find_stack
 from mctf.data import Batch
 from mctf.evaluation.evaluate import Setting, evaluate
-from mctf.methods._layers import UntrainedWarning, kept_aside
+from mctf.methods._layers import UntrainedWarning, stashed_layers
 from mctf.train.build import assemble_around
 from mctf.train.config import read_recipe
 from mctf.train.engine import Trainer
@@ -99,7 +99,7 @@ class TestEngine:
         assert same(load_file(write_weights(trainer)), expected)
         model = finished_model(trainer)
         assert find_stack(model) is None
-        assert kept_aside(model).keys() == {name for name in expected if name.startswith("token_reduction.")}
+        assert stashed_layers(model).keys() == {name for name in expected if name.startswith("token_reduction.")}
         assert same(load_file(write_weights(trainer)), expected)  # unfused, it still knows its layers
         batch = Batch(make_images(model, 4), torch.arange(4))
         assert evaluate(model, [batch], [Setting(method, 0.4)]).notes == ()

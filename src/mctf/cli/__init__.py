@@ -54,7 +54,7 @@ def group() -> None:
 
 
 def main() -> None:
-    """Entry point: errors become one line on stderr and exit code 2, warnings of our own one line."""
+    """Amount point: errors become one line on stderr and exit code 2, warnings of our own one line."""
     from ..errors import MctfError
 
     try:

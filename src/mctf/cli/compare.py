@@ -74,7 +74,7 @@ def _compare(measuring: Measuring, methods: list[str], targets: list[float]) -> 
     from ..evaluation.compare import compete, enter, verdicts
 
     with measuring.open() as subject:
-        first, batches = subject.processes.first, subject.batches
+        first, batches = subject.processes.is_main, subject.batches
         wanted = measuring.progress if first else False
         with progress("finding r", len(methods), wanted=wanted) as tick:
             sample = subject.sample(_SAMPLE)

@@ -67,7 +67,7 @@ def _evaluate(measuring: Measuring, settings: list["Setting"]) -> tuple[dict[str
     from ..evaluation.evaluate import evaluate
 
     with measuring.open() as subject:
-        first, batches = subject.processes.first, subject.batches
+        first, batches = subject.processes.is_main, subject.batches
         with progress("batches", len(batches), wanted=measuring.progress if first else False) as tick:
             result = evaluate(subject.model, ticking(batches, tick), settings)
     if not first:

@@ -88,22 +88,22 @@ def command(
 def _finetune(recipe: Recipe, *, resume: bool, bar: bool | None, as_json: bool) -> None:
     import torch
 
-    from ..distributed import joined
+    from ..distributed import init_distributed
     from ..evaluation.environment import pick_device
     from ..train.build import begin
 
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    with joined(pick_device(recipe.device)) as processes:
-        say = click.echo if processes.first and not as_json else say_nothing
-        wanted = bar if processes.first else False
+    with init_distributed(pick_device(recipe.device)) as processes:
+        say = click.echo if processes.is_main and not as_json else say_nothing
+        wanted = bar if processes.is_main else False
         with progress(f"preparing {recipe.model}", wanted=wanted):
             trainer, notes = begin(recipe, processes, resume=resume)
         for line in (_summary(trainer), *notes):
             say(line)
         signal = _train(trainer, wanted, say)
         found = None if signal else _finish(trainer, wanted, say)
-    if processes.first and not signal:
+    if processes.is_main and not signal:
         _report(trainer, found, as_json)
     if signal:
         sys.exit(128 + signal)  # as shells expect of what a signal ended
@@ -118,12 +118,12 @@ def _train(trainer: "Trainer", wanted: bool | None, say: Callable[[str], None]) 
 
     recipe, world = trainer.recipe, trainer.processes.world
     images = recipe.batch * recipe.accumulate * world
-    lines = say if trainer.processes.first else None
+    lines = say if trainer.processes.is_main else None
     try:
         with steps_bar(trainer.steps.total, done=trainer.step, images=images, wanted=wanted, lines=lines) as on_step:
             carry_on(trainer, on_step)
     except StoppedError as stopped:
-        if trainer.processes.first:
+        if trainer.processes.is_main:
             how = how_to_resume(recipe.output, world)
             click.echo(f"mctf: stopped after step {stopped.step}, all saved; to go on: {how}", err=True)
         return stopped.number
@@ -141,7 +141,7 @@ def _finish(trainer: "Trainer", wanted: bool | None, say: Callable[[str], None])
     """Writes the weights, and evaluates them where there are images for it."""
     from ..train.finalize import evaluate_finished, finished_model, write_weights
 
-    if trainer.processes.first:
+    if trainer.processes.is_main:
         say(f"weights: {write_weights(trainer)}")
 
     def watched(batches: Any, total: int) -> Any:

@@ -54,7 +54,7 @@ class Assignment:
 
         x: B N C; weights: B N, non-negative, without gradient. Sums run in the wider of the two dtypes.
         """
-        share = weights / self.spread(self.total(weights))
+        share = weights / self.unpool(self.total(weights))
         if _bags_pay(x, share):
             return self._pool_by_bags(x, share)
         return self.sum(x * share[..., None]).to(x.dtype)
@@ -73,20 +73,20 @@ class Assignment:
         order, start = self.members()
         return (order + image).flatten(), (start[:, :-1] + image).flatten()
 
-    def largest(self, x: Tensor) -> Tensor:
+    def max_pool(self, x: Tensor) -> Tensor:
         """Elementwise maximum over the tokens in each slot: B M C."""
         batch, _, channels = x.shape
         floor = x.new_full((batch, self.count, channels), float("-inf"))
         index = self.slots[..., None].expand_as(x)
         return floor.scatter_reduce(1, index, x, "amax")
 
-    def spread(self, fused: Tensor) -> Tensor:
+    def unpool(self, fused: Tensor) -> Tensor:
         """Each token takes the value of its slot: B M … -> B N …."""
         batch, tokens = self.slots.shape
         rows = fused.reshape(batch * self.count, -1).index_select(0, self._flat_slots())
         return rows.view(batch, tokens, *fused.shape[2:])
 
-    def pick(self, x: Tensor) -> Tensor:
+    def first_of_slot(self, x: Tensor) -> Tensor:
         """The first token of each slot, B N C -> B M C: undoes `spread` exactly, gradient included.
 
         Padding, which no token goes to, takes the last token.
@@ -97,7 +97,7 @@ class Assignment:
         first = last.scatter_reduce(1, self.slots, position, "amin")
         return x.gather(1, first[..., None].expand(-1, -1, x.shape[-1]))
 
-    def then(self, later: "Assignment") -> "Assignment":
+    def compose(self, later: "Assignment") -> "Assignment":
         """This fusion followed by a later one, as one: slots of the later, per token of this."""
         return Assignment(later.slots.gather(1, self.slots), later.count)
 

@@ -19,21 +19,21 @@ from .matching import at_least_float32
 
 # The largest piece of an attention map held at once, in elements. On a CPU it should stay in the cache: on two cores
 # `informativeness` of 8 x 6 x 197 tokens took 4-5 ms by pieces of 2 MiB and 10-11 ms at once. Elsewhere 64 MiB do.
-_CPU_PIECE = 1 << 19
-_PIECE = 1 << 24
-_KEPT = 1 << 24  # elements of a map that a CPU may keep from looking to attending: 64 MiB
+_CPU_CHUNK = 1 << 19
+_CHUNK = 1 << 24
+_KEEP_MAX = 1 << 24  # elements of a map that a CPU may keep from looking to attending: 64 MiB
 
 
 @dataclass(frozen=True)
-class Look:
-    """What attention says of the tokens.
+class ReceivedAttention:
+    """The attention that tokens receive.
 
-    received: B G N, attention each token receives, in as many parts as were easiest to make; informativeness is their
-    sum. pieces: the attention itself, some images each, where that is cheaper to keep than to compute again.
+    partial: B G N, partial sums of the attention each token receives; informativeness is their sum over G.
+    map_chunks: the attention map itself, a few images per chunk, where keeping it is cheaper than recomputing it.
     """
 
-    received: Tensor
-    pieces: tuple[Tensor, ...] = ()
+    partial: Tensor
+    map_chunks: tuple[Tensor, ...] = ()
 
 
 def attend(
@@ -44,19 +44,21 @@ def attend(
     sizes: Tensor | None,
     scale: float,
     dropout: float = 0.0,
-    spread: Assignment | None = None,
+    unpool: Assignment | None = None,
     bias: Tensor | None = None,
-    look: Look | None = None,
+    received: ReceivedAttention | None = None,
 ) -> Tensor:
     """softmax(q kT * scale + bias + log s) v with the heads joined again: B N (H d).
 
-    With `spread`, v has one row a slot (B H M d) and each key takes the value of its slot. look: at this attention.
+    unpool: v has one row per slot (B H M d) and each key takes the value of its slot.
+    received: what `attention_received` returned for the same q, k and sizes; its map chunks are reused.
     """
-    if spread is not None:
-        v = spread.spread(v.transpose(1, 2)).transpose(1, 2)
-    if look is not None and look.pieces and not dropout:
-        sizes_of_pieces = [piece.shape[0] for piece in look.pieces]
-        return torch.cat([_context(*pair) for pair in zip(look.pieces, v.split(sizes_of_pieces), strict=True)])
+    if unpool is not None:
+        v = unpool.unpool(v.transpose(1, 2)).transpose(1, 2)
+    if received is not None and received.map_chunks and not dropout:
+        chunks = received.map_chunks
+        parts = v.split([chunk.shape[0] for chunk in chunks])
+        return torch.cat([_context(chunk, part) for chunk, part in zip(chunks, parts, strict=True)])
     added = added_bias(sizes, bias, q)
     context = F.scaled_dot_product_attention(q, k, v, attn_mask=added, dropout_p=dropout, scale=scale)
     return context.transpose(1, 2).flatten(2)
@@ -94,10 +96,10 @@ def informativeness(
     """
     if rows == "class":
         q, bias = q[:, :, :1], None if bias is None else bias[..., :1, :]
-    return torch.cat([received(full_map, rows) for full_map in _map_pieces(q, k, sizes, scale, bias)])
+    return torch.cat([column_means(full_map, rows) for full_map in _map_chunks(q, k, sizes, scale, bias)])
 
 
-def look_at(
+def attention_received(
     q: Tensor,
     k: Tensor,
     *,
@@ -106,18 +108,18 @@ def look_at(
     rows: str = "mean",
     bias: Tensor | None = None,
     keep: bool = False,
-) -> Look:
+) -> ReceivedAttention:
     """`informativeness`, and with `keep` the attention, where it is cheaper to keep than to compute again."""
-    if rows == "class" or not (keep and _map_is_worth_keeping(q, k)):
-        return Look(informativeness(q, k, sizes=sizes, scale=scale, rows=rows, bias=bias)[:, None])
-    pieces, looks = [], []
-    for full_map in _map_pieces(q, k, sizes, scale, bias):
-        pieces.append(full_map)
-        looks.append(received(full_map, rows))
-    return Look(torch.cat(looks)[:, None], tuple(pieces))
+    if rows == "class" or not (keep and _keeps_map(q, k)):
+        return ReceivedAttention(informativeness(q, k, sizes=sizes, scale=scale, rows=rows, bias=bias)[:, None])
+    chunks, sums = [], []
+    for full_map in _map_chunks(q, k, sizes, scale, bias):
+        chunks.append(full_map)
+        sums.append(column_means(full_map, rows))
+    return ReceivedAttention(torch.cat(sums)[:, None], tuple(chunks))
 
 
-def _map_is_worth_keeping(q: Tensor, k: Tensor) -> bool:
+def _keeps_map(q: Tensor, k: Tensor) -> bool:
     """On a CPU, without gradient, while it is not large; not in a graph, whose batch may vary.
 
     Nor in float16, whose products are slow, nor under autocast, which would make the map itself coarse.
@@ -126,10 +128,10 @@ def _map_is_worth_keeping(q: Tensor, k: Tensor) -> bool:
         return False
     if q.device.type != "cpu" or q.dtype == torch.float16 or torch.is_autocast_enabled("cpu"):
         return False
-    return q.shape[:3].numel() * k.shape[2] <= _KEPT
+    return q.shape[:3].numel() * k.shape[2] <= _KEEP_MAX
 
 
-def attend_and_look(
+def attend_with_received(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -147,14 +149,14 @@ def attend_and_look(
     if dropout or (torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)):
         context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout, bias=bias)
         return context, informativeness(q, k, sizes=sizes, scale=scale, rows=rows, bias=bias)
-    contexts, looks = [], []
+    contexts, sums = [], []
     done = 0
-    for full_map in _map_pieces(q, k, sizes, scale, bias):
+    for full_map in _map_chunks(q, k, sizes, scale, bias):
         values = v[done : done + full_map.shape[0]]
         contexts.append(_context(full_map, values))
-        looks.append(received(full_map, rows))
+        sums.append(column_means(full_map, rows))
         done += full_map.shape[0]  # not len(): it would fix the batch of an exported model
-    return torch.cat(contexts), torch.cat(looks)
+    return torch.cat(contexts), torch.cat(sums)
 
 
 def _context(full_map: Tensor, v: Tensor) -> Tensor:
@@ -162,26 +164,26 @@ def _context(full_map: Tensor, v: Tensor) -> Tensor:
     return (full_map.to(v.dtype) @ v).transpose(1, 2).flatten(2)
 
 
-def _map_pieces(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float, bias: Tensor | None) -> Iterator[Tensor]:
+def _map_chunks(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float, bias: Tensor | None) -> Iterator[Tensor]:
     """The attention map, some images at a time."""
-    for part in pieces_of(q, k):
+    for part in batch_chunks(q, k):
         own_sizes = None if sizes is None else sizes[part]
         own_bias = bias if bias is None or bias.dim() == 3 or bias.shape[0] == 1 else bias[part]
         yield attention_map(q[part], k[part], sizes=own_sizes, scale=scale, bias=own_bias)
 
 
-def pieces_of(q: Tensor, k: Tensor) -> list[slice]:
+def batch_chunks(q: Tensor, k: Tensor) -> list[slice]:
     """Slices of the batch whose attention maps may be held at once."""
     if torch.compiler.is_exporting():  # a size of pieces would be the largest batch that the exported model takes
         return [slice(None)]
     in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    images = max(1, (_CPU_PIECE if in_cache else _PIECE) // (q.shape[1] * q.shape[2] * k.shape[2]))
+    images = max(1, (_CPU_CHUNK if in_cache else _CHUNK) // (q.shape[1] * q.shape[2] * k.shape[2]))
     if images >= q.shape[0]:
         return [slice(None)]
     return [slice(i, i + images) for i in range(0, q.shape[0], images)]
 
 
-def received(full_map: Tensor, rows: str) -> Tensor:
+def column_means(full_map: Tensor, rows: str) -> Tensor:
     """Mean over heads of the rows of a map, B H N N -> B N; see `informativeness`."""
     if rows == "class":
         return full_map[:, :, 0].mean(dim=1)

@@ -107,7 +107,7 @@ def total_received(received: Tensor) -> Tensor:
     return received.sum(dim=1).clamp_min(TINY)
 
 
-def attraction(
+def pair_scores(
     x: Tensor, informativeness: Tensor, sizes: Tensor | None, criteria: Criteria, *, protected: int
 ) -> Tensor:
     """How strongly each alpha token attracts each beta token, protected ones left out: B Na Nb, at least 0.
@@ -118,13 +118,13 @@ def attraction(
     scores = (alpha(unit, protected) @ beta(unit, protected).transpose(1, 2) + 1) / 2
     if criteria.tau_sim != 1:
         scores = scores.clamp_min(0).pow(criteria.tau_sim)
-    alone = isolation(informativeness, sizes, criteria)
+    alone = token_factor(informativeness, sizes, criteria)
     if alone is None:
         return scores
     return scores * alpha(alone, protected)[:, :, None] * beta(alone, protected)[:, None, :]
 
 
-def isolation(informativeness: Tensor, sizes: Tensor | None, criteria: Criteria) -> Tensor | None:
+def token_factor(informativeness: Tensor, sizes: Tensor | None, criteria: Criteria) -> Tensor | None:
     """What a single token adds to all its pairs: a^-tau_info * s^-tau_size, B N; None when both are off.
 
     The paper's W_info = 1 / (a_i a_j) and W_size = 1 / (s_i s_j) are products of one factor a token, so they

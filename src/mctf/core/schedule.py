@@ -8,8 +8,8 @@ from typing import Protocol
 
 from ..errors import MctfError, did_you_mean
 
-Entry = int | float  # tokens to fuse in one block: a count, or below 1 a ratio of the unprotected tokens
-ReductionSpec = Entry | Sequence[Entry] | str
+Amount = int | float  # tokens to fuse in one block: a count, or below 1 a ratio of the unprotected tokens
+ReductionSpec = Amount | Sequence[Amount] | str
 
 FAST_RATIO = 0.35  # the authors' "Fast" preset: this ratio at a quarter, half and three quarters of the depth
 
@@ -28,8 +28,8 @@ def read_blocks(blocks: Iterable[int] | None) -> tuple[int, ...] | None:
 
 def make_schedule(
     r: ReductionSpec, *, depth: int, blocks: Iterable[int] | None, default_blocks: Iterable[int]
-) -> tuple[Entry, ...]:
-    """One entry a block from what the user wrote for `r` and `blocks`; raises MctfError when it makes no sense."""
+) -> tuple[Amount, ...]:
+    """One amount a block from what the user wrote for `r` and `blocks`; raises MctfError when it makes no sense."""
     if isinstance(r, str):
         if r != "fast":
             raise MctfError(_against_word(r))
@@ -37,13 +37,13 @@ def make_schedule(
         return tuple(FAST_RATIO if block in chosen else 0 for block in range(depth))
     if isinstance(r, Sequence):
         if blocks is not None:
-            raise MctfError("r is a list with one entry a block, so leave out blocks= and put 0 where nothing fuses")
+            raise MctfError("r is a list with one amount a block, so leave out blocks= and put 0 where nothing fuses")
         if len(r) != depth:
-            raise MctfError(f"r has {len(r)} entries but the model has {depth} blocks: give one entry a block")
-        return tuple(_check_entry(entry) for entry in r)
-    entry = _check_entry(r)
+            raise MctfError(f"r has {len(r)} entries but the model has {depth} blocks: give one amount a block")
+        return tuple(_check_entry(amount) for amount in r)
+    amount = _check_entry(r)
     chosen = tuple(default_blocks) if blocks is None else _check_blocks(blocks, depth)
-    return tuple(entry if block in chosen else 0 for block in range(depth))
+    return tuple(amount if block in chosen else 0 for block in range(depth))
 
 
 def _against_word(r: str) -> str:
@@ -55,16 +55,16 @@ def _against_word(r: str) -> str:
     return f"r={r!r} is a word: write r={r.strip()}, without quotes"
 
 
-def _check_entry(entry: object) -> Entry:
-    if isinstance(entry, bool) or not isinstance(entry, Real):
-        raise MctfError(f"r must be a number, a list of numbers or 'fast', not {entry!r}")
-    if isinstance(entry, Integral):
-        if entry < 0:
-            raise MctfError(f"r={entry} is negative: give the number of tokens to fuse in a block, 0 for none")
-        return int(entry)
-    value = float(entry)
+def _check_entry(amount: object) -> Amount:
+    if isinstance(amount, bool) or not isinstance(amount, Real):
+        raise MctfError(f"r must be a number, a list of numbers or 'fast', not {amount!r}")
+    if isinstance(amount, Integral):
+        if amount < 0:
+            raise MctfError(f"r={amount} is negative: give the number of tokens to fuse in a block, 0 for none")
+        return int(amount)
+    value = float(amount)
     if not 0 <= value < 1:
-        raise MctfError(f"r={entry!r} is neither a whole number of tokens nor a ratio in [0, 1): write 16 or 0.35")
+        raise MctfError(f"r={amount!r} is neither a whole number of tokens nor a ratio in [0, 1): write 16 or 0.35")
     return value
 
 
@@ -77,16 +77,16 @@ def _check_blocks(blocks: Iterable[int], depth: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def tokens_to_fuse(entry: Entry, tokens: int, *, protected: int, min_tokens: int) -> int:
+def capped_reduction(amount: Amount, tokens: int, *, protected: int, min_tokens: int) -> int:
     """r = max(0, min(r, N - min_tokens, (N - protected) // 2)) for one block with N tokens."""
-    asked = tokens_asked(entry, tokens - protected)
+    asked = requested_tokens(amount, tokens - protected)
     return max(0, min(asked, tokens - min_tokens, (tokens - protected) // 2))
 
 
-def tokens_asked(entry: Entry, free: int) -> int:
+def requested_tokens(amount: Amount, free: int) -> int:
     """The count itself, or that ratio of the free tokens rounded down."""
     # 0.29 * 100 is 28.999…: a ratio that means a whole number gets it
-    return entry if isinstance(entry, int) else math.floor(entry * free + 1e-9)
+    return amount if isinstance(amount, int) else math.floor(amount * free + 1e-9)
 
 
 @dataclass(frozen=True)
@@ -94,32 +94,32 @@ class Reduction:
     """Tokens of one block: how many enter, how many were asked to leave, how many do, how many go on."""
 
     tokens: int
-    asked: int
-    taken: int
-    remaining: int
+    num_requested: int
+    num_reduced: int
+    num_remaining: int
 
 
-class Leaving(Protocol):
+class ReductionCounts(Protocol):
     """How many tokens are to leave a block, how many do and how many go on; what a method answers."""
 
-    def asked(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int: ...
-    def leaving(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int: ...
-    def remaining(self, tokens: int, r: int) -> int: ...
+    def num_requested(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int: ...
+    def num_reduced(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int: ...
+    def num_remaining(self, tokens: int, r: int) -> int: ...
 
 
-def reductions(schedule: Sequence[Entry], tokens: int, *, protected: int, method: Leaving) -> list[Reduction]:
+def reductions(schedule: Sequence[Amount], tokens: int, *, protected: int, method: ReductionCounts) -> list[Reduction]:
     """The reduction of every block of a model that starts with `tokens` tokens."""
     initial, steps = tokens, []
-    for index, entry in enumerate(schedule):
+    for index, amount in enumerate(schedule):
         stage = stage_of(schedule, index)
-        asked = method.asked(entry, tokens, protected=protected, initial=initial, stage=stage)
-        taken = method.leaving(entry, tokens, protected=protected, initial=initial, stage=stage)
-        remaining = method.remaining(tokens, taken)
+        asked = method.num_requested(amount, tokens, protected=protected, initial=initial, stage=stage)
+        taken = method.num_reduced(amount, tokens, protected=protected, initial=initial, stage=stage)
+        remaining = method.num_remaining(tokens, taken)
         steps.append(Reduction(tokens, asked, taken, remaining))
         tokens = remaining
     return steps
 
 
-def stage_of(schedule: Sequence[Entry], index: int) -> int:
+def stage_of(schedule: Sequence[Amount], index: int) -> int:
     """How many blocks before this one reduce."""
-    return sum(1 for entry in schedule[:index] if entry)
+    return sum(1 for amount in schedule[:index] if amount)

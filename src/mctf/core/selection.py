@@ -12,7 +12,7 @@ from .assignment import Assignment
 
 
 @dataclass(frozen=True)
-class Kept:
+class TopK:
     """Which tokens stay, in their old order.
 
     index: B M, their places among all N. weights: B N, 1 for those that stay and 0 for the others.
@@ -24,12 +24,12 @@ class Kept:
     assignment: Assignment
     weights: Tensor
 
-    def of(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """The tokens that stay: B N C -> B M C."""
         return torch.take_along_dim(x, self.index[..., None], dim=1)
 
 
-def keep_best(scores: Tensor, keep: int, *, protected: int) -> Kept:
+def keep_topk(scores: Tensor, keep: int, *, protected: int) -> TopK:
     """Keep the protected tokens and, of the others, those with the `keep` largest scores (B n)."""
     batch, tokens = scores.shape[0], protected + scores.shape[1]
     best = protected + scores.topk(keep, dim=1).indices.sort(dim=1).values
@@ -37,7 +37,7 @@ def keep_best(scores: Tensor, keep: int, *, protected: int) -> Kept:
     index = torch.cat([first, best], dim=1)
     stays = torch.zeros(batch, tokens, dtype=torch.long, device=scores.device).scatter(1, index, 1)
     slots = torch.maximum(stays.cumsum(1) - 1, torch.arange(tokens, device=scores.device).clamp_max(protected))
-    return Kept(index, Assignment(slots, protected + keep), stays.float())
+    return TopK(index, Assignment(slots, protected + keep), stays.float())
 
 
 # MERGED from mctf.core.selection:
@@ -51,7 +51,7 @@ def keep_best(scores: Tensor, keep: int, *, protected: int) -> Kept:
 
 
 @dataclass(frozen=True)
-class Packing:
+class Ragged:
     """Where the tokens that stay go.
 
     assignment: B N -> M. To have a place at all, a token that goes is mapped to the last one before it that stays, or
@@ -70,7 +70,7 @@ class Packing:
         """B M, float32: 1 for tokens, 0 for padding; None where there is none."""
         return None if self.present is None else self.present.float()
 
-    def pick(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """What belongs to the tokens that stay, and zeros in padding: B N … -> B M …."""
         trailing = (1,) * (x.dim() - 2)
         picked = x.gather(1, self.kept.view(*self.kept.shape, *trailing).expand(-1, -1, *x.shape[2:]))
@@ -80,7 +80,7 @@ class Packing:
 
 
 @torch.compiler.disable(reason="how many tokens remain depends on the images: compile without fullgraph=True")
-def pack(stays: Tensor, *, protected: int) -> Packing | None:
+def pack_ragged(stays: Tensor, *, protected: int) -> Ragged | None:
     """The packing of tokens by whether they stay (B N, bool, at least one of each image); None where all stay.
 
     protected: that many leading tokens always stay.
@@ -95,7 +95,7 @@ def pack(stays: Tensor, *, protected: int) -> Packing | None:
     slots = torch.maximum(stays.cumsum(1) - 1, earliest)
     kept = (~stays).int().argsort(dim=1, stable=True)[:, :most]
     present = None if fewest == most else place[:most] < counts[:, None]
-    return Packing(Assignment(slots, most), stays.float(), kept, present)
+    return Ragged(Assignment(slots, most), stays.float(), kept, present)
 
 
 def fill_padding(x: Tensor, sizes: Tensor | None) -> Tensor:

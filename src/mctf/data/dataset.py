@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ..distributed import Processes
+from ..distributed import DistributedContext
 from ..errors import MctfError
 from .files import ImageFiles, find_images
 from .labels import Labels, number_classes
@@ -321,7 +321,7 @@ def spaced(images: ImageFiles, labels: Labels, limit: int) -> tuple[ImageFiles, 
     return chosen, replace(labels, indices=tuple(known[name] for name in chosen.names))
 
 
-def share(images: ImageFiles, labels: Labels, processes: Processes) -> tuple[ImageFiles, Labels]:
+def share(images: ImageFiles, labels: Labels, processes: DistributedContext) -> tuple[ImageFiles, Labels]:
     """Every `world`-th image from `rank` on with its label; no image is left out or counted twice."""
     if len(images) < processes.world:
         raise MctfError(f"{images.path} holds fewer images than the {processes.world} processes: start fewer of them")

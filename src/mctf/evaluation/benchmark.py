@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..api import fuse
 from ..core.schedule import ReductionSpec
 from ..errors import MctfError, did_you_mean
-from ..hosts.patch_embed import PatchProduct
+from ..hosts.patch_embed import MatmulPatchEmbed
 from ..kernels import plain_operations
 from ..methods import make_method
 from ..models.loading import copy_sharing_weights
@@ -168,7 +168,7 @@ def _contenders(model: nn.Module, contest: Contest) -> Iterator[tuple[str, nn.Mo
     for method in (*contest.methods, CEILING):
         yield method, fuse(copy_sharing_weights(model), method, r=contest.r).eval()
     ceiling = fuse(copy_sharing_weights(model), CEILING, r=contest.r).eval()
-    projections = [module for module in ceiling.modules() if isinstance(module, PatchProduct)]
+    projections = [module for module in ceiling.modules() if isinstance(module, MatmulPatchEmbed)]
     for projection in projections:
         projection.wanted = _never
     if projections and next(model.parameters()).is_cuda:

@@ -19,7 +19,7 @@ from ..api import fuse, fused_stack
 from ..data import Batch
 from ..errors import MctfError
 from ..methods import make_method
-from ..methods._layers import UntrainedWarning, kept_aside
+from ..methods._layers import UntrainedWarning, stashed_layers
 from ..methods.base import Method
 from ..models.loading import copy_sharing_weights
 from .evaluate import Row, Setting, evaluate
@@ -129,7 +129,7 @@ def _entrant(model: nn.Module, method: str, ladder: Ladder | None, target: float
         r = made.default_r if ladder is None or target is None else ladder.nearest(target)
         fused = fuse(copy_sharing_weights(model), method, r=r).eval()
         fused(images[:1])
-    untrained = bool(fused_stack(fused).layers) and not kept_aside(model)
+    untrained = bool(fused_stack(fused).layers) and not stashed_layers(model)
     return Entrant(Setting(method, r), target, kind_of(made), untrained)
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._utils import name_blocks
+from .._utils import format_blocks
 from ..api import fuse, fused_stack
 from ..core.schedule import ReductionSpec
 from ..data import Batch
-from ..distributed import gather
+from ..distributed import all_gather_object
 from ..errors import MctfError
-from ..methods._layers import UntrainedWarning, kept_aside
+from ..methods._layers import UntrainedWarning, stashed_layers
 from ..models.loading import copy_sharing_weights
 from ..planning import Plan, plan
 from .adaptive_flops import Measured, count_tokens, summarise
@@ -145,7 +145,7 @@ class _Contender:
         if setting.is_plain:
             return cls(copy_sharing_weights(model).eval())
         stack = fused_stack(fused)
-        return cls(fused.eval(), stack.method.adaptive, untrained=bool(stack.layers) and not kept_aside(model))
+        return cls(fused.eval(), stack.method.adaptive, untrained=bool(stack.layers) and not stashed_layers(model))
 
     @property
     def images(self) -> int:
@@ -153,7 +153,7 @@ class _Contender:
 
     def gather(self) -> None:
         """Add what the other processes have seen; together they are as fast as their sum."""
-        parts = gather((self.seen, self.counts, self.pace.images_per_second))
+        parts = all_gather_object((self.seen, self.counts, self.pace.images_per_second))
         self.seen = [scores for seen, _, _ in parts for scores in seen]
         self.counts = [counted for _, counts, _ in parts for counted in counts]
         self.images_per_second = sum(pace for _, _, pace in parts)
@@ -203,7 +203,7 @@ def _notes(plans: Sequence[Plan], rows: Sequence[Row], classifies: bool) -> tupl
     notes = []
     for each in plans:
         if each.capped:
-            notes.append(f"{each.method} r={each.r} is capped for want of tokens in {name_blocks(each.capped)}")
+            notes.append(f"{each.method} r={each.r} is capped for want of tokens in {format_blocks(each.capped)}")
     for row in rows:
         if row.mean_tokens is not None:
             counts = " ".join(f"{count:.1f}" for count in row.mean_tokens)

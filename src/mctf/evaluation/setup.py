@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import device as Device
 
     from ..data import Batches, ImageFiles, Labels, Preprocessing
-    from ..distributed import Processes
+    from ..distributed import DistributedContext
 
 _MOST_WORKERS = 8
 
@@ -71,7 +71,7 @@ class Subject:
     labels: "Labels"
     preprocessing: "Preprocessing"
     batches: "Batches"
-    processes: "Processes"
+    processes: "DistributedContext"
 
     def sample(self, count: int) -> "Tensor":
         """So many images, evenly spaced over those of all processes, as the model takes them: B 3 H W."""
@@ -108,7 +108,7 @@ class Measuring:
 
         from ..data import Batches, Preprocessing, find_images, find_labels
         from ..data.dataset import share, spaced
-        from ..distributed import joined
+        from ..distributed import init_distributed
         from ..models.loading import load_model
         from .environment import pick_device
 
@@ -117,7 +117,7 @@ class Measuring:
             torch.set_num_threads(self.threads)
         torch.manual_seed(0)  # layers that nobody has trained are the same in every run and process
         images = find_images(self.data)
-        with joined(pick_device(self.device_name)) as processes:
+        with init_distributed(pick_device(self.device_name)) as processes:
             device = processes.device
             model: Any = load_model(self.model, weights=self.weights, image_size=size)
             model = model.to(device, getattr(torch, self.dtype))

@@ -9,7 +9,7 @@ from importlib import import_module
 from torch import nn
 
 from ..core.flops import BlockShape
-from ..core.positions import Places
+from ..core.positions import TokenPositions
 from ..errors import MctfError
 from ..methods.base import BlockOps
 from ..stack import FusedStack
@@ -24,7 +24,7 @@ __all__ = [
     "BlockShape",
     "FusedStack",
     "Host",
-    "Places",
+    "TokenPositions",
     "SoftmaxAttention",
     "check_whole",
     "find_host",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import kernels
 from ..core import attention
 from ..core.assignment import Assignment
-from ..core.attention import Look
+from ..core.attention import ReceivedAttention
 from ..core.flops import BlockShape
 from ..errors import MctfError
 from ..stack import FusedStack, StackHost
@@ -46,7 +46,7 @@ class Host(StackHost):
 
     @abstractmethod
     def install(self, stack: FusedStack) -> None:
-        """Put the fused stack in the container's place."""
+        """Put the fused stack in the container's position."""
 
     @property
     @abstractmethod
@@ -73,7 +73,7 @@ class Host(StackHost):
         return True
 
     @property
-    def carries_places(self) -> bool:
+    def uses_positions(self) -> bool:
         return False
 
     def arguments(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
@@ -117,34 +117,26 @@ class SoftmaxAttention:
         v: Tensor,
         *,
         sizes: Tensor | None,
-        spread: Assignment | None = None,
-        look: Look | None = None,
+        unpool: Assignment | None = None,
+        received: ReceivedAttention | None = None,
     ) -> Tensor:
-        known: dict[str, Any] = {
-            "sizes": sizes,
-            "scale": self.scale,
-            "dropout": self.attention_dropout,
-            "spread": spread,
-            "look": look,
-        }
-        if self.bias is None:
-            return kernels.attend(q, k, v, **known)
-        return attention.attend(q, k, v, **known, bias=self.bias)
+        dropout, bias = self.attention_dropout, self.bias
+        return kernels.attend(
+            q, k, v, sizes=sizes, scale=self.scale, dropout=dropout, bias=bias, unpool=unpool, received=received
+        )
 
-    def look_at(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str, keep: bool = False) -> Look:
-        known: dict[str, Any] = {"sizes": sizes, "scale": self.scale, "rows": rows, "keep": keep}
-        if self.bias is None:
-            return kernels.look_at(q, k, **known)
-        return attention.look_at(q, k, **known, bias=self.bias)
+    def attention_received(
+        self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str, keep: bool = False
+    ) -> ReceivedAttention:
+        return kernels.attention_received(q, k, sizes=sizes, scale=self.scale, rows=rows, bias=self.bias, keep=keep)
 
-    def attend_and_look(
+    def attend_with_received(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str
     ) -> tuple[Tensor, Tensor]:
-        known: dict[str, Any] = {"sizes": sizes, "scale": self.scale, "rows": rows, "dropout": self.attention_dropout}
-        if self.bias is None:
-            return kernels.attend_and_look(q, k, v, **known)
-        context, received = attention.attend_and_look(q, k, v, **known, bias=self.bias)
-        return context, received[:, None]
+        dropout, bias = self.attention_dropout, self.bias
+        return kernels.attend_with_received(
+            q, k, v, sizes=sizes, scale=self.scale, rows=rows, dropout=dropout, bias=bias
+        )
 
     def attention_map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:
         return attention.attention_map(q, k, sizes=sizes, scale=self.scale, bias=self.bias)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.flops import NORM, BlockShape
-from ..core.positions import Places
+from ..core.positions import TokenPositions
 from ..errors import MctfError
 from ..stack import FusedStack
 from ._inspect import macs_per_token, run_on_shapes
@@ -22,7 +22,7 @@ from .base import Architecture, Host
 from .hf_layers import check_layer, container_name, find_tower, parts_of
 from .hf_ops import BiasedLayerOps, LayerOps, PlacedLayerOps, RotaryLayerOps
 from .hf_patch import BoundLayer, CallCheck, LayerForward, RefusedSaving, parameter_names, refuse_saving_around
-from .patch_embed import PatchProduct, is_patch_convolution
+from .patch_embed import MatmulPatchEmbed, is_patch_convolution
 
 if TYPE_CHECKING:
     pass
@@ -63,7 +63,7 @@ class HFVision(Host):
         return self.tower.get_submodule(container_name(self.tower))
 
     def install(self, stack: FusedStack) -> None:
-        """Put the fused stack in the place of the layers and have the layers hand their calls to it."""
+        """Put the fused stack in the position of the layers and have the layers hand their calls to it."""
         self._replace_container(stack)
         stack.bound_block = BoundLayer
         stack.register_state_dict_pre_hook(refuse_saving_around)
@@ -75,7 +75,7 @@ class HFVision(Host):
                 setattr(part, name, RefusedSaving())
         for owner, name, projection in self._projections():
             if is_patch_convolution(projection):
-                setattr(owner, name, PatchProduct.of(projection, stack.fuses))
+                setattr(owner, name, MatmulPatchEmbed.of(projection, stack.fuses))
 
     def uninstall(self, stack: FusedStack) -> None:
         """Undo `install`."""
@@ -87,7 +87,7 @@ class HFVision(Host):
             for name in RefusedSaving.names:
                 vars(part).pop(name, None)
         for owner, name, projection in self._projections():
-            if isinstance(projection, PatchProduct):
+            if isinstance(projection, MatmulPatchEmbed):
                 setattr(owner, name, projection.restored())
 
     def _replace_container(self, container: nn.Module) -> None:
@@ -138,7 +138,7 @@ class HFVision(Host):
         return int(self.class_token) + more
 
     @property
-    def carries_places(self) -> bool:
+    def uses_positions(self) -> bool:
         return issubclass(self._ops, PlacedLayerOps)
 
     @property
@@ -156,8 +156,8 @@ class HFVision(Host):
                 )
         return given
 
-    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> LayerOps:
-        return self._ops(block, arguments, places, prefix=self.protected)
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> LayerOps:
+        return self._ops(block, arguments, positions, prefix=self.protected)
 
     def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
         return architecture(self, image_size or self.image_size)

@@ -200,7 +200,7 @@ def _check_children(name: str, module: Any, known: set[str]) -> None:
 
 
 def _first(module: Any, *names: str, default: Any = None) -> Any:
-    """The one of these attributes that this version of the module has; a default in place of a refusal."""
+    """The one of these attributes that this version of the module has; a default in position of a refusal."""
     found = next((getattr(module, name) for name in names if hasattr(module, name)), default)
     if found is not None:
         return found

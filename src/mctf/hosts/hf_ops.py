@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.assignment import Assignment
-from ..core.positions import Places, places_after
+from ..core.positions import TokenPositions, positions_after
 from ..methods.base import run_pieces
 from .base import SoftmaxAttention
 from .hf_layers import parts_of
@@ -24,10 +24,12 @@ class LayerOps(SoftmaxAttention):
 
     follows: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, layer: Any, arguments: Mapping[str, Any], places: Places | None, *, prefix: int) -> None:
+    def __init__(
+        self, layer: Any, arguments: Mapping[str, Any], positions: TokenPositions | None, *, prefix: int
+    ) -> None:
         self.layer = layer
         self.arguments = arguments
-        self.places = places
+        self.positions = positions
         self.prefix = prefix
         self.parts = parts_of(layer)
 
@@ -75,15 +77,15 @@ class PlacedLayerOps(LayerOps):
     """A layer that is told anew where its tokens are."""
 
     def plain(self, x: Tensor) -> Tensor:
-        return super().plain(x) if self.places is None else run_pieces(self, x, None)
+        return super().plain(x) if self.positions is None else run_pieces(self, x, None)
 
     def fused(self, assignment: Assignment, weights: Tensor) -> Self:
-        places = places_after(self.places, assignment, weights)
-        return type(self)(self.layer, self.arguments, places, prefix=self.prefix)
+        positions = positions_after(self.positions, assignment, weights)
+        return type(self)(self.layer, self.arguments, positions, prefix=self.prefix)
 
 
 class RotaryLayerOps(PlacedLayerOps):
-    """DINOv3: queries and keys of patches are turned by their places; leading tokens are not."""
+    """DINOv3: queries and keys of patches are turned by their positions; leading tokens are not."""
 
     follows = frozenset(["position_embeddings"])
 
@@ -97,13 +99,13 @@ class RotaryLayerOps(PlacedLayerOps):
         return cos, sin
 
     def _table(self, table: Tensor, fill: float) -> Tensor:
-        """Rows for leading tokens added, and the mean over the places of each token: P d -> N d or B 1 M d."""
+        """Rows for leading tokens added, and the mean over the positions of each token: P d -> N d or B 1 M d."""
         rows = torch.cat([table.new_full((self.prefix, table.shape[-1]), fill), table])
-        return rows if self.places is None else self.places.mean(rows)[:, None]
+        return rows if self.positions is None else self.positions.mean(rows)[:, None]
 
 
 class BiasedLayerOps(PlacedLayerOps):
-    """BEiT: attention logits have a bias for each pair of places, of the layer, shared by all layers, or both."""
+    """BEiT: attention logits have a bias for each pair of positions, of the layer, shared by all layers, or both."""
 
     # the mask carries the bias that layers share; nobody else gets one past the tower
     follows = frozenset(["relative_position_bias", "attention_mask", "resolution", "interpolate_pos_encoding"])
@@ -114,11 +116,11 @@ class BiasedLayerOps(PlacedLayerOps):
         """H N N, or B H M M once tokens were fused; None for a layer without."""
         if self._known is None:
             every = self._every_pair()
-            self._known = every if every is None or self.places is None else self.places.mean_of_pairs(every)
+            self._known = every if every is None or self.positions is None else self.positions.mean_bias(every)
         return self._known
 
     def _every_pair(self) -> Tensor | None:
-        """Of all places of the input: 1 H N N."""
+        """Of all positions of the input: 1 H N N."""
         shared = self.arguments.get("relative_position_bias", self.arguments.get("attention_mask"))
         table = self.parts.relative_position_bias
         if table is None:

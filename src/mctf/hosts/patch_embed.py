@@ -24,7 +24,7 @@ def is_patch_convolution(module: object) -> bool:
     )
 
 
-class PatchProduct(nn.Conv2d):
+class MatmulPatchEmbed(nn.Conv2d):
     """A patch convolution that multiplies matrices where that is faster and `wanted` says so.
 
     It shares the attributes of the convolution it stands for, parameters included, so that state_dict and
@@ -34,7 +34,7 @@ class PatchProduct(nn.Conv2d):
     wanted: Callable[[], bool]
 
     @classmethod
-    def of(cls, convolution: nn.Conv2d, wanted: Callable[[], bool]) -> "PatchProduct":
+    def of(cls, convolution: nn.Conv2d, wanted: Callable[[], bool]) -> "MatmulPatchEmbed":
         product = cls.__new__(cls)
         product.__dict__.update(convolution.__dict__)
         product.__dict__["wanted"] = wanted

@@ -13,13 +13,13 @@ from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
 from ..core.flops import NORM, BlockShape
-from ..core.positions import Places
+from ..core.positions import TokenPositions
 from ..errors import MctfError
 from ..methods.base import BlockOps
 from ..stack import FusedStack
 from ._inspect import check_whole, macs_per_token, part_of, run_on_shapes
 from .base import Architecture, Host, SoftmaxAttention
-from .patch_embed import PatchProduct, is_patch_convolution
+from .patch_embed import MatmulPatchEmbed, is_patch_convolution
 
 
 @dataclass(eq=False)
@@ -67,15 +67,15 @@ class TimmHost(Host):
         return self.model.patch_embed
 
     def install(self, stack: FusedStack) -> None:
-        """Put the fused stack in the place of the blocks, and let a GPU embed patches by a matrix product."""
+        """Put the fused stack in the position of the blocks, and let a GPU embed patches by a matrix product."""
         self.model.blocks = stack
         if is_patch_convolution(getattr(self.embedding, "proj", None)):
-            self.embedding.proj = PatchProduct.of(self.embedding.proj, stack.fuses)
+            self.embedding.proj = MatmulPatchEmbed.of(self.embedding.proj, stack.fuses)
 
     def uninstall(self, stack: FusedStack) -> None:
         """Undo `install`."""
         self.model.blocks = stack.restored()
-        if isinstance(getattr(self.embedding, "proj", None), PatchProduct):
+        if isinstance(getattr(self.embedding, "proj", None), MatmulPatchEmbed):
             self.embedding.proj = self.embedding.proj.restored()
 
     @property
@@ -90,7 +90,7 @@ class TimmHost(Host):
     def protected(self) -> int:
         return self.model.num_prefix_tokens
 
-    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> BlockOps:
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> BlockOps:
         raise NotImplementedError
 
     def block_shape(self, block: Any) -> BlockShape:

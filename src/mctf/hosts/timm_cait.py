@@ -21,10 +21,10 @@ from timm.models.cait import LayerScaleBlock, TalkingHeadAttn
 from torch import Tensor, nn
 
 from ..core.assignment import Assignment
-from ..core.attention import Look, pieces_of, received
+from ..core.attention import ReceivedAttention, batch_chunks, column_means
 from ..core.flops import BlockShape
 from ..core.matching import at_least_float32
-from ..core.positions import Places
+from ..core.positions import TokenPositions
 from ._inspect import macs_per_token
 from .timm_base import GammaScaled, TimmHost, block_shape
 
@@ -52,13 +52,13 @@ class TalkingHeads:
         return (self.after(shares / counts.clamp_min(1)) * counts).permute(0, 3, 1, 2)  # padding counts 0 times
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, spread: Assignment | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, unpool: Assignment | None = None
     ) -> Tensor:
         """The map times the values, heads joined, some images at a time: B N (H d)."""
-        if spread is not None:
-            v = spread.spread(v.transpose(1, 2)).transpose(1, 2)
+        if unpool is not None:
+            v = unpool.unpool(v.transpose(1, 2)).transpose(1, 2)
         contexts = [
-            self._context(self.map(q[part], k[part], sizes=_of(sizes, part)), v[part]) for part in pieces_of(q, k)
+            self._context(self.map(q[part], k[part], sizes=_of(sizes, part)), v[part]) for part in batch_chunks(q, k)
         ]
         return torch.cat(contexts)
 
@@ -67,26 +67,26 @@ class TalkingHeads:
         """Attention each token receives, B N; where heads weigh it below 0, not even that."""
         if rows == "class":
             q = q[:, :, :1]
-        looks = [_look(self.map(q[part], k[part], sizes=_of(sizes, part)), rows) for part in pieces_of(q, k)]
-        return torch.cat(looks)
+        sums = [_received(self.map(q[part], k[part], sizes=_of(sizes, part)), rows) for part in batch_chunks(q, k)]
+        return torch.cat(sums)
 
-    def attend_and_look(
+    def attend_with_received(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str
     ) -> tuple[Tensor, Tensor]:
         """`attend` and `informativeness` of the same map."""
-        contexts, looks = [], []
-        for part in pieces_of(q, k):
+        contexts, sums = [], []
+        for part in batch_chunks(q, k):
             full_map = self.map(q[part], k[part], sizes=_of(sizes, part))
             contexts.append(self._context(full_map, v[part]))
-            looks.append(_look(full_map.detach(), rows))
-        return torch.cat(contexts), torch.cat(looks)
+            sums.append(_received(full_map.detach(), rows))
+        return torch.cat(contexts), torch.cat(sums)
 
     def _context(self, full_map: Tensor, v: Tensor) -> Tensor:
         return (self.dropped(full_map).to(v.dtype) @ v).transpose(1, 2).flatten(2)
 
 
-def _look(full_map: Tensor, rows: str) -> Tensor:
-    return received(at_least_float32(full_map), rows).clamp_min(0)
+def _received(full_map: Tensor, rows: str) -> Tensor:
+    return column_means(at_least_float32(full_map), rows).clamp_min(0)
 
 
 def _of(sizes: Tensor | None, part: slice) -> Tensor | None:
@@ -114,7 +114,7 @@ class TimmCait(TimmHost):
     def protected(self) -> int:
         return 0
 
-    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> "CaitOps":
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> "CaitOps":
         return CaitOps(block)
 
     def block_shape(self, block: Any) -> BlockShape:
@@ -143,18 +143,20 @@ class CaitOps(GammaScaled):
         v: Tensor,
         *,
         sizes: Tensor | None,
-        spread: Assignment | None = None,
-        look: Look | None = None,
+        unpool: Assignment | None = None,
+        received: ReceivedAttention | None = None,
     ) -> Tensor:
-        return self.talking.attend(q, k, v, sizes=sizes, spread=spread)
+        return self.talking.attend(q, k, v, sizes=sizes, unpool=unpool)
 
-    def look_at(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str, keep: bool = False) -> Look:
-        return Look(self.talking.informativeness(q, k, sizes=sizes, rows=rows)[:, None])
+    def attention_received(
+        self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str, keep: bool = False
+    ) -> ReceivedAttention:
+        return ReceivedAttention(self.talking.informativeness(q, k, sizes=sizes, rows=rows)[:, None])
 
-    def attend_and_look(
+    def attend_with_received(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str
     ) -> tuple[Tensor, Tensor]:
-        context, received = self.talking.attend_and_look(q, k, v, sizes=sizes, rows=rows)
+        context, received = self.talking.attend_with_received(q, k, v, sizes=sizes, rows=rows)
         return context, received[:, None]
 
     def attention_map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:

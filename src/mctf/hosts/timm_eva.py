@@ -1,7 +1,7 @@
 """timm's Eva: EVA, EVA-02, DINOv3, the Perception Encoder, RoPE-ViT and others with rotary positions.
 
-Each block turns queries and keys by a table of sines and cosines of their tokens' places. A fused token takes the
-mean of the rows of its places: the turned query is linear in them.
+Each block turns queries and keys by a table of sines and cosines of their tokens' positions. A fused token takes the
+mean of the rows of its positions: the turned query is linear in them.
 
 Axes: B images, H heads, N tokens, P patches among them, M tokens after fusion, d channels a head.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core.assignment import Assignment
 from ..core.flops import NORM, BlockShape
-from ..core.positions import Places, places_after
+from ..core.positions import TokenPositions, positions_after
 from ._inspect import macs_per_token
 from .base import refuse_arguments
 from .timm_base import GammaScaled, PostNorm, TimmHost, TimmOps, block_shape
@@ -33,34 +33,36 @@ class TimmEva(TimmHost):
     known: ClassVar = BLOCKS
 
     @property
-    def carries_places(self) -> bool:
+    def uses_positions(self) -> bool:
         return self.model.rope is not None
 
     def arguments(self, rope: Tensor | None = None, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         refuse_arguments(*args, **kwargs)
         return {"rope": rope}
 
-    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> TimmOps:
-        return eva_ops(block, arguments["rope"], places)
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> TimmOps:
+        return eva_ops(block, arguments["rope"], positions)
 
     def block_shape(self, block: Any) -> BlockShape:
         return eva_shape(block)
 
 
 class EvaOps(GammaScaled):
-    """The pieces of an EvaBlock on tokens at these places; rope: the table of every patch, … P 2d, or None."""
+    """The pieces of an EvaBlock on tokens at these positions; rope: the table of every patch, … P 2d, or None."""
 
-    def __init__(self, block: Any, rope: Tensor | None, places: Places | None) -> None:
+    def __init__(self, block: Any, rope: Tensor | None, positions: TokenPositions | None) -> None:
         super().__init__(block)
         self.every_rope = rope
-        self.places = places
-        self.rope = rope if rope is None or places is None else _mean_rows(rope, places, block.attn.num_prefix_tokens)
+        self.positions = positions
+        self.rope = (
+            rope if rope is None or positions is None else _mean_rows(rope, positions, block.attn.num_prefix_tokens)
+        )
 
     def plain(self, x: Tensor) -> Tensor:
         return self.block(x, rope=self.rope)
 
     def fused(self, assignment: Assignment, weights: Tensor) -> Self:
-        return type(self)(self.block, self.every_rope, places_after(self.places, assignment, weights))
+        return type(self)(self.block, self.every_rope, positions_after(self.positions, assignment, weights))
 
     def queries_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
         attn = self.block.attn
@@ -103,10 +105,10 @@ class EvaPostNormOps(PostNorm, EvaOps):
     """The pieces of an EvaBlockPostNorm."""
 
 
-def eva_ops(block: nn.Module, rope: Tensor | None, places: Places | None) -> TimmOps:
+def eva_ops(block: nn.Module, rope: Tensor | None, positions: TokenPositions | None) -> TimmOps:
     """The pieces of one of BLOCKS."""
     kind = EvaPostNormOps if isinstance(block, EvaBlockPostNorm) else EvaOps
-    return kind(block, rope, places)
+    return kind(block, rope, positions)
 
 
 def eva_shape(block: Any) -> BlockShape:
@@ -121,10 +123,10 @@ def _query_heads_a_key(attn: Any) -> int:
     return getattr(attn, "num_kv_groups", 1)
 
 
-def _mean_rows(rope: Tensor, places: Places, prefix: int) -> Tensor:
-    """A table's mean over the places of each token: P K, H P K or B H P K -> B H (M - prefix) K, with H or 1."""
+def _mean_rows(rope: Tensor, positions: TokenPositions, prefix: int) -> Tensor:
+    """A table's mean over the positions of each token: P K, H P K or B H P K -> B H (M - prefix) K, with H or 1."""
     while rope.dim() < 4:
         rope = rope[None]
     heads = rope.shape[1]
-    rows = F.pad(rope.transpose(1, 2).flatten(2), (0, 0, prefix, 0))  # prefix tokens have places, but no rows
-    return places.mean(rows)[:, prefix:].unflatten(2, (heads, -1)).transpose(1, 2)
+    rows = F.pad(rope.transpose(1, 2).flatten(2), (0, 0, prefix, 0))  # prefix tokens have positions, but no rows
+    return positions.mean(rows)[:, prefix:].unflatten(2, (heads, -1)).transpose(1, 2)

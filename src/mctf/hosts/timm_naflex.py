@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..core.flops import BlockShape
-from ..core.positions import Places
+from ..core.positions import TokenPositions
 from ..errors import MctfError
 from . import timm_eva, timm_vit
 from .base import refuse_arguments
@@ -37,7 +37,7 @@ class TimmNaFlex(TimmHost):
         return self.model.has_class_token
 
     @property
-    def carries_places(self) -> bool:
+    def uses_positions(self) -> bool:
         return self.model.rope is not None
 
     def arguments(self, *args: Any, rope: Tensor | None = None, **kwargs: Any) -> Mapping[str, Any]:
@@ -49,9 +49,9 @@ class TimmNaFlex(TimmHost):
         refuse_arguments(*args, **kwargs)
         return {"rope": rope}
 
-    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> TimmOps:
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> TimmOps:
         if type(block) in timm_eva.BLOCKS:
-            return timm_eva.eva_ops(block, arguments["rope"], places)
+            return timm_eva.eva_ops(block, arguments["rope"], positions)
         return timm_vit.vit_ops(block)
 
     def block_shape(self, block: Any) -> BlockShape:

@@ -1,6 +1,6 @@
-"""Blocks of timm that add a bias to the attention logits of every pair of places: those with relative positions.
+"""Blocks of timm that add a bias to the attention logits of every pair of positions: those with relative positions.
 
-A fused token takes the mean over the pairs of places that two tokens cover, as logits are linear in the bias.
+A fused token takes the mean over the pairs of positions that two tokens cover, as logits are linear in the bias.
 
 Axes: B images, H heads, N tokens, M tokens after fusion.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..core.assignment import Assignment
 from ..core.flops import BlockShape
-from ..core.positions import Places, places_after
+from ..core.positions import TokenPositions, positions_after
 from ..methods.base import run_pieces
 from ._inspect import run_on_shapes
 from .base import Architecture, refuse_arguments
@@ -23,21 +23,21 @@ from .timm_base import GammaScaled, PostNorm, TimmHost, TimmOps, block_shape
 
 
 class BiasedOps(TimmOps):
-    """A block on tokens at these places; shared: what all blocks are called with, a bias of H N N or None.
+    """A block on tokens at these positions; shared: what all blocks are called with, a bias of H N N or None.
 
     A subclass says how the block is called with it, and what it adds of its own.
     """
 
     argument: str
 
-    def __init__(self, block: Any, shared: Tensor | None, places: Places | None) -> None:
+    def __init__(self, block: Any, shared: Tensor | None, positions: TokenPositions | None) -> None:
         super().__init__(block)
         self.shared = shared
-        self.places = places
+        self.positions = positions
         self._bias: Tensor | None = None
 
     def every_pair(self) -> Tensor | None:
-        """The bias of all places of the input, H N N or 1 H N N."""
+        """The bias of all positions of the input, H N N or 1 H N N."""
         raise NotImplementedError
 
     @property
@@ -45,16 +45,16 @@ class BiasedOps(TimmOps):
         """That bias while nothing was fused, then its means: B H M M."""
         if self._bias is None:
             every = self.every_pair()
-            self._bias = every if every is None or self.places is None else self.places.mean_of_pairs(every)
+            self._bias = every if every is None or self.positions is None else self.positions.mean_bias(every)
         return self._bias
 
     def plain(self, x: Tensor) -> Tensor:
-        if self.places is None:
+        if self.positions is None:
             return self.block(x, **{self.argument: self.shared})
-        return run_pieces(self, x, None)  # the block itself would add the bias of all places
+        return run_pieces(self, x, None)  # the block itself would add the bias of all positions
 
     def fused(self, assignment: Assignment, weights: Tensor) -> Self:
-        return type(self)(self.block, self.shared, places_after(self.places, assignment, weights))
+        return type(self)(self.block, self.shared, positions_after(self.positions, assignment, weights))
 
 
 # MERGED from mctf.hosts.timm_relpos:
@@ -69,7 +69,7 @@ class TimmBeit(TimmHost):
     known: ClassVar = {Block: (Attention,)}
 
     @property
-    def carries_places(self) -> bool:
+    def uses_positions(self) -> bool:
         blocks: list[Any] = list(self.container.children())
         own = any(block.attn.relative_position_bias_table is not None for block in blocks)
         return own or self.model.rel_pos_bias is not None
@@ -78,8 +78,8 @@ class TimmBeit(TimmHost):
         refuse_arguments(*args, **kwargs)
         return {"shared": shared_rel_pos_bias}
 
-    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> "BeitOps":
-        return BeitOps(block, arguments["shared"], places)
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> "BeitOps":
+        return BeitOps(block, arguments["shared"], positions)
 
     def block_shape(self, block: Any) -> BlockShape:
         return block_shape(block)
@@ -109,16 +109,16 @@ class TimmRelPos(TimmHost):
     known: ClassVar = {RelPosBlock: (RelPosAttention,), ResPostRelPosBlock: (RelPosAttention,)}
 
     @property
-    def carries_places(self) -> bool:
+    def uses_positions(self) -> bool:
         return True
 
     def arguments(self, shared_rel_pos: Tensor | None = None, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         refuse_arguments(*args, **kwargs)
         return {"shared": shared_rel_pos}
 
-    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> BiasedOps:
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> BiasedOps:
         kind = PostNormRelPosOps if isinstance(block, ResPostRelPosBlock) else RelPosOps
-        return kind(block, arguments["shared"], places)
+        return kind(block, arguments["shared"], positions)
 
     def block_shape(self, block: Any) -> BlockShape:
         return block_shape(block, norm_first=not isinstance(block, ResPostRelPosBlock))

@@ -9,7 +9,7 @@ from timm.models.vision_transformer import Block, ResPostBlock
 from torch import nn
 
 from ..core.flops import BlockShape
-from ..core.positions import Places
+from ..core.positions import TokenPositions
 from ._inspect import macs_per_token
 from .base import Architecture
 from .timm_base import PostNorm, TimmHost, TimmOps, block_shape
@@ -30,7 +30,7 @@ class TimmViT(TimmHost):
     def reads_every_token(self) -> bool:
         return self.model.attn_pool is not None or self.model.global_pool != "token"
 
-    def ops(self, block: nn.Module, arguments: Mapping[str, Any], places: Places | None) -> TimmOps:
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> TimmOps:
         return vit_ops(block)
 
     def block_shape(self, block: Any) -> BlockShape:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core import attention, matching
 from ..core.assignment import Assignment, joint_weights
-from ..core.attention import Look
+from ..core.attention import ReceivedAttention
 from . import attention as attention_ops
 from . import launch
 from . import matching as matching_ops
@@ -19,10 +19,10 @@ from .launch import plain_operations
 
 __all__ = [
     "attend",
-    "attend_and_look",
+    "attend_with_received",
     "fuse_both",
     "fuse_tokens",
-    "look_at",
+    "attention_received",
     "match",
     "plain_operations",
     "pool",
@@ -36,9 +36,9 @@ def fast(x: Tensor) -> bool:
     return launch.wanted and (x.is_cuda or launch.INTERPRETED) and x.dtype in _DTYPES
 
 
-def _fast_attention(q: Tensor, v: Tensor | None = None, dropout: float = 0.0) -> bool:
+def _fast_attention(q: Tensor, v: Tensor | None = None, *, dropout: float = 0.0, bias: Tensor | None = None) -> bool:
     alike = v is None or v.dtype == q.dtype  # not so where autocast leaves normalised queries in float32
-    return fast(q) and alike and dropout == 0 and attention_ops.fits(q)
+    return fast(q) and alike and dropout == 0 and bias is None and attention_ops.fits(q)
 
 
 def _training(*tensors: Tensor) -> bool:
@@ -57,39 +57,62 @@ def attend(
     sizes: Tensor | None,
     scale: float,
     dropout: float = 0.0,
-    spread: Assignment | None = None,
-    look: Look | None = None,
+    bias: Tensor | None = None,
+    unpool: Assignment | None = None,
+    received: ReceivedAttention | None = None,
 ) -> Tensor:
     """Proportional attention with joined heads, B N (H d); see `core.attention.attend`."""
-    if _fast_attention(q, v, dropout) and (sizes is not None or spread is not None):
+    if _fast_attention(q, v, dropout=dropout, bias=bias) and (sizes is not None or unpool is not None):
         train = _training(q, k, v)
-        slots = None if spread is None else spread.slots
-        members = spread.members() if train and spread is not None else (None, None)
+        slots = None if unpool is None else unpool.slots
+        members = unpool.members() if train and unpool is not None else (None, None)
         return attention_ops.attention(q, k, v, sizes, slots, *members, scale, 0.0, 0.0, False, train)[0]
-    return attention.attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout, spread=spread, look=look)
+    return attention.attend(
+        q, k, v, sizes=sizes, scale=scale, dropout=dropout, bias=bias, unpool=unpool, received=received
+    )
 
 
-def look_at(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, rows: str, keep: bool = False) -> Look:
-    """Attention each token receives; see `core.attention.look_at`."""
-    if _fast_attention(q):
+def attention_received(
+    q: Tensor,
+    k: Tensor,
+    *,
+    sizes: Tensor | None,
+    scale: float,
+    rows: str,
+    bias: Tensor | None = None,
+    keep: bool = False,
+) -> ReceivedAttention:
+    """Attention each token receives; see `core.attention.attention_received`."""
+    if _fast_attention(q, bias=bias):
         weights = _ROW_WEIGHTS[rows]
         with torch.no_grad():
-            return Look(attention_ops.attention(q, k, None, sizes, None, None, None, scale, *weights, True, False)[1])
-    return attention.look_at(q, k, sizes=sizes, scale=scale, rows=rows, keep=keep)
+            outputs = attention_ops.attention(q, k, None, sizes, None, None, None, scale, *weights, True, False)
+        return ReceivedAttention(outputs[1])
+    return attention.attention_received(q, k, sizes=sizes, scale=scale, rows=rows, bias=bias, keep=keep)
 
 
-def attend_and_look(
-    q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, scale: float, rows: str, dropout: float = 0.0
+def attend_with_received(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sizes: Tensor | None,
+    scale: float,
+    rows: str,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Both of the above at once: context B N (H d) and attention received B G N."""
-    if _fast_attention(q, v, dropout):
+    """Both of the above from one pass: context B N (H d), and attention received in partial sums, B G N."""
+    if _fast_attention(q, v, dropout=dropout, bias=bias):
         weights = _ROW_WEIGHTS[rows]
         train = _training(q, k, v)
         return attention_ops.attention(q, k, v, sizes, None, None, None, scale, *weights, True, train)[:2]
-    if fast(q):
+    if fast(q) and bias is None:
         context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout)
-        return context, look_at(q, k, sizes=sizes, scale=scale, rows=rows).received
-    context, received = attention.attend_and_look(q, k, v, sizes=sizes, scale=scale, rows=rows, dropout=dropout)
+        return context, attention_received(q, k, sizes=sizes, scale=scale, rows=rows).partial
+    context, received = attention.attend_with_received(
+        q, k, v, sizes=sizes, scale=scale, rows=rows, dropout=dropout, bias=bias
+    )
     return context, received[:, None]
 
 
@@ -106,14 +129,14 @@ def match(
 ) -> tuple[Assignment, Tensor]:
     """Which tokens become one, by the criteria, and their informativeness: the sum of `received` (B G N), B N, above 0.
 
-    See `core.matching.attraction` and `core.matching`.
+    See `core.matching.pair_scores` and `core.matching`.
     """
     if fast(x) and matching_ops.fits(x.shape[1], protected):
         temperatures = (float(taus.tau_sim), float(taus.tau_info), float(taus.tau_size))
         slots, order, start, a = matching_ops.match(x, received, sizes, r, protected, *temperatures, bidirectional)
         return Assignment(slots, x.shape[1] - r, order, start), a
     a = matching.total_received(received)
-    scores = matching.attraction(x, a, sizes, taus, protected=protected)
+    scores = matching.pair_scores(x, a, sizes, taus, protected=protected)
     by = matching.match_bidirectional if bidirectional else matching.match_one_way
     return by(scores, r, protected=protected), a
 

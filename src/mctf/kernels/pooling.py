@@ -85,9 +85,9 @@ def _backward(
     weights, sizes, slots, masses = ctx.saved_tensors  # type: ignore[attr-defined]
     assignment = Assignment(slots, masses.shape[1])
     counts = torch.ones_like(slots, dtype=torch.float32) if sizes is None else sizes
-    share = (joint_weights(weights, counts, True) / assignment.spread(masses))[..., None]
-    to_x = (assignment.spread(x_grad) * share).to(x_grad.dtype)
-    to_y = (assignment.spread(y_grad) * share).to(y_grad.dtype) if ctx.has_y else None  # type: ignore[attr-defined]
+    share = (joint_weights(weights, counts, True) / assignment.unpool(masses))[..., None]
+    to_x = (assignment.unpool(x_grad) * share).to(x_grad.dtype)
+    to_y = (assignment.unpool(y_grad) * share).to(y_grad.dtype) if ctx.has_y else None  # type: ignore[attr-defined]
     return to_x, to_y, *[None] * 7
 
 

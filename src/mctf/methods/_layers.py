@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..core.schedule import Entry
+from ..core.schedule import Amount
 from ..errors import MctfError
 from ..hosts import Host
 from .base import Method
@@ -25,28 +25,28 @@ class UntrainedWarning(UserWarning):
     """A method that is learned runs with layers that nobody has trained."""
 
 
-def split_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def split_state_dict(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A state_dict in two: what belongs to the model itself, and the layers of a method, by their full names."""
     layers = {name: value for name, value in state.items() if name.startswith(_PREFIX)}
     return {name: value for name, value in state.items() if name not in layers}, layers
 
 
-def keep_aside(model: nn.Module, layers: Mapping[str, Tensor]) -> None:
+def stash_layers(model: nn.Module, layers: Mapping[str, Tensor]) -> None:
     """Have `mctf.fuse` give these layers, by their full names, to the method that it fuses the model with."""
     setattr(model, _ASIDE, dict(layers))
 
 
-def kept_aside(model: nn.Module) -> dict[str, Tensor]:
+def stashed_layers(model: nn.Module) -> dict[str, Tensor]:
     """The layers kept aside, by their full names; empty where there are none."""
     return getattr(model, _ASIDE, {})
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state_dict of a model, with the layers kept aside."""
-    return {**kept_aside(model), **model.state_dict()}
+    return {**stashed_layers(model), **model.state_dict()}
 
 
-def make_layers(model: nn.Module, host: Host, method: Method, schedule: Sequence[Entry]) -> nn.ModuleDict | None:
+def make_layers(model: nn.Module, host: Host, method: Method, schedule: Sequence[Amount]) -> nn.ModuleDict | None:
     """The method's own layers, on the model's device and in its dtype; with the values kept aside where there are any.
 
     Values that nobody trained follow from torch's generator, which is left as it was.
@@ -59,7 +59,7 @@ def make_layers(model: nn.Module, host: Host, method: Method, schedule: Sequence
         return None
     weight = next(model.parameters())
     layers = layers.to(weight.device, weight.dtype).train(model.training)
-    known = kept_aside(model)
+    known = stashed_layers(model)
     if known:
         _load(layers, known, method)
     else:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ..core.flops import BlockShape
 from ..core.matching import at_least_float32
-from ..core.schedule import Entry, ReductionSpec, fast_blocks, tokens_asked
+from ..core.schedule import Amount, ReductionSpec, fast_blocks, requested_tokens
 from ..errors import MctfError
 from .base import BlockOps, Method
 
@@ -53,7 +53,7 @@ class Decisions:
     kept: tuple[Tensor, ...] = ()
     targets: tuple[float, ...] = ()
 
-    def then(self, drawn: Tensor, r: int) -> Self:
+    def updated(self, drawn: Tensor, r: int) -> Self:
         """After one more stage, which drew these (B n) to be kept and was to take r of those that were left."""
         now, left = drawn * self.now, self.left - r
         return replace(self, now=now, left=left, kept=(*self.kept, now), targets=(*self.targets, left / now.shape[1]))
@@ -90,29 +90,29 @@ class Selecting(Method):
     def share(self, ratio: float, stage: int) -> float:
         """The share of the first patches that stays after the given stage, counted from 0."""
 
-    def asked(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+    def num_requested(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         """A count as it is; by a ratio, all but the floor(share * n) patches that are to stay of the first n."""
-        if isinstance(entry, int) or entry == 0:
-            return tokens_asked(entry, tokens - protected)
-        stays = math.floor(self.share(entry, stage) * (initial - protected) + 1e-9)  # as in `tokens_asked`
+        if isinstance(amount, int) or amount == 0:
+            return requested_tokens(amount, tokens - protected)
+        stays = math.floor(self.share(amount, stage) * (initial - protected) + 1e-9)  # as in `requested_tokens`
         return max(0, tokens - protected - stage * self.added - stays)
 
-    def leaving(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+    def num_reduced(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         """What is asked, as long as one patch remains; nothing where as many would come back."""
-        asked = self.asked(entry, tokens, protected=protected, initial=initial, stage=stage)
+        asked = self.num_requested(amount, tokens, protected=protected, initial=initial, stage=stage)
         taken = min(asked, tokens - protected - stage * self.added - 1)
         return taken if taken > self.added else 0
 
-    def remaining(self, tokens: int, r: int) -> int:
+    def num_remaining(self, tokens: int, r: int) -> int:
         return tokens - r + (self.added if r else 0)
 
-    def make_layers(self, shapes: Sequence[BlockShape], schedule: Sequence[Entry]) -> nn.ModuleDict:
+    def make_layers(self, shapes: Sequence[BlockShape], schedule: Sequence[Amount]) -> nn.ModuleDict:
         if any(shape.mixing for shape in shapes):
             raise MctfError(
                 f"method {self.name!r} learns with masked attention, which heads that talk to each other (CaiT) "
                 "have not: use 'mctf' or 'tome'"
             )
-        chosen = [index for index, entry in enumerate(schedule) if entry]
+        chosen = [index for index, amount in enumerate(schedule) if amount]
         return nn.ModuleDict({str(index): self.make_layer(shapes[index]) for index in chosen})
 
     @abstractmethod

@@ -40,9 +40,9 @@ from torch import Tensor, nn
 
 from ..core.flops import BlockShape, Cost
 from ..core.matching import at_least_float32
-from ..core.selection import Packing, pack
+from ..core.selection import Ragged, pack_ragged
 from ..errors import MctfError
-from .base import Adaptive, BlockOps, Step, Turn, run_unfused
+from .base import Adaptive, BlockContext, BlockOps, BlockOutput, run_unfused
 
 _EPS = 0.01
 _BETAS = {0: 30.0, 384: 75.0}  # from so many channels on
@@ -65,14 +65,14 @@ class Halting:
     gathered: Tensor
     remainder: Tensor
 
-    def packed(self, packing: Packing) -> "Halting":
+    def packed(self, packing: Ragged) -> "Halting":
         """The same for the tokens that stay."""
         return replace(
             self,
-            place=packing.pick(self.place),
-            running=packing.pick(self.running),
-            gathered=packing.pick(self.gathered),
-            remainder=packing.pick(self.remainder),
+            place=packing.gather(self.place),
+            running=packing.gather(self.running),
+            gathered=packing.gather(self.gathered),
+            remainder=packing.gather(self.remainder),
         )
 
 
@@ -112,17 +112,17 @@ class AViT(Adaptive):
     def default_blocks(self, depth: int) -> range:
         return range(depth)
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         x = run_unfused(block, x, sizes)
-        before: Halting | None = turn.carry
+        before: Halting | None = ctx.method_state
         if before is None:
-            if not turn.entry:
-                return Step(x, sizes)
-            before = _nothing_gathered(x, blocks=turn.index)
-        h = self._scores(x) if turn.entry else torch.zeros_like(before.gathered)
-        last = turn.index == turn.depth - 1
-        after = gather(before, x, h, last=last, protected=turn.protected)
-        return Step(x, sizes, carry=after) if last else _leave(x, after, turn.protected)
+            if not ctx.amount:
+                return BlockOutput(x, sizes)
+            before = _nothing_gathered(x, blocks=ctx.index)
+        h = self._scores(x) if ctx.amount else torch.zeros_like(before.gathered)
+        last = ctx.index == ctx.depth - 1
+        after = gather(before, x, h, last=last, protected=ctx.protected)
+        return BlockOutput(x, sizes, method_state=after) if last else _leave(x, after, ctx.protected)
 
     def _scores(self, x: Tensor) -> Tensor:
         beta = self.beta
@@ -130,9 +130,9 @@ class AViT(Adaptive):
             beta = _BETAS[max(width for width in _BETAS if width <= x.shape[-1])]
         return (self.gamma * at_least_float32(x[..., 0]) - beta).sigmoid()
 
-    def finish(self, x: Tensor, carry: Any) -> Tensor | None:
+    def restore_tokens(self, x: Tensor, method_state: Any) -> Tensor | None:
         """The means, one per token that entered."""
-        return None if carry is None else carry.output.to(x.dtype)
+        return None if method_state is None else method_state.output.to(x.dtype)
 
     def extra_loss(self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Any]) -> Tensor:
         """The loss beside the cross-entropy; see `ExtraLoss` in `mctf.train.objective`."""
@@ -189,17 +189,19 @@ def gather(state: Halting, x: Tensor, h: Tensor, *, last: bool, protected: int) 
     )
 
 
-def _leave(x: Tensor, state: Halting, protected: int) -> Step:
+def _leave(x: Tensor, state: Halting, protected: int) -> BlockOutput:
     """The tokens that run on, protected ones in their places."""
     first = torch.arange(x.shape[1], device=x.device) == 0
     seen = state.running | (first & ~state.running.any(dim=1, keepdim=True))  # attention needs something to see
     stays = seen.clone()
     stays[:, :protected] = True
-    packing = pack(stays, protected=protected)
+    packing = pack_ragged(stays, protected=protected)
     if packing is None:
-        return Step(x, _sizes(seen), carry=state)
-    sizes = _sizes(packing.pick(seen))
-    return Step(packing.pick(x), sizes, packing.assignment, packing.weights, carry=state.packed(packing))
+        return BlockOutput(x, _sizes(seen), method_state=state)
+    sizes = _sizes(packing.gather(seen))
+    return BlockOutput(
+        packing.gather(x), sizes, packing.assignment, packing.weights, method_state=state.packed(packing)
+    )
 
 
 def _sizes(seen: Tensor) -> Tensor | None:

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ..core.flops import BlockShape, Cost
 from ..core.matching import TINY, at_least_float32, rank_descending
-from ..core.schedule import Entry, tokens_asked
-from ..core.selection import pack
+from ..core.schedule import Amount, requested_tokens
+from ..core.selection import pack_ragged
 from ..errors import MctfError
-from .base import Adaptive, BlockOps, Step, Turn, check_class_token, present, run_unfused
+from .base import Adaptive, BlockContext, BlockOps, BlockOutput, check_class_token, present, run_unfused
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ATS(Adaptive):
         if self.samples is not None and not whole:
             raise MctfError(f"samples={self.samples!r} must be a whole number from 1 on, or None for all tokens")
 
-    def suited(self, *, class_token: bool) -> Self:
+    def resolve(self, *, class_token: bool) -> Self:
         check_class_token(self.name, class_token)
         return self
 
@@ -56,47 +56,49 @@ class ATS(Adaptive):
         """Blocks 3 to 11 of twelve: all after the first quarter."""
         return range(round(depth / 4), depth)
 
-    def asked(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+    def num_requested(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         """What sampling takes at least: it leaves no more than r leaves of the first tokens, and never all."""
-        remaining = initial - tokens_asked(entry, initial - protected)
-        return max(1, tokens - remaining) if entry else 0
+        remaining = initial - requested_tokens(amount, initial - protected)
+        return max(1, tokens - remaining) if amount else 0
 
-    def leaving(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
-        asked = self.asked(entry, tokens, protected=protected, initial=initial, stage=stage)
+    def num_reduced(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+        asked = self.num_requested(amount, tokens, protected=protected, initial=initial, stage=stage)
         return max(0, min(asked, tokens - self.min_tokens))
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
-        entered = x.shape[1] if turn.carry is None else turn.carry
-        if turn.r == 0:
-            return Step(run_unfused(block, x, sizes), sizes, carry=entered)
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        entered = x.shape[1] if ctx.method_state is None else ctx.method_state
+        if ctx.r == 0:
+            return BlockOutput(run_unfused(block, x, sizes), sizes, method_state=entered)
         h = block.norm1(x)
         q, k, v = block.queries_keys_values(h)
-        context, received = block.attend_and_look(q, k, v, sizes=sizes, rows="class")
+        context, received = block.attend_with_received(q, k, v, sizes=sizes, rows="class")
         context, a = block.finish_context(context, h), received.sum(dim=1)
         there = present(x, sizes)
-        stays = self._stays(a * _lengths(v), there, entered, turn)
-        packing = pack(stays, protected=turn.protected)
+        stays = self._stays(a * _lengths(v), there, entered, ctx)
+        packing = pack_ragged(stays, protected=ctx.protected)
         if packing is None:
-            return Step(block.add_mlp(block.add_attention(x, context)), sizes, informativeness=a, carry=entered)
-        x = block.add_mlp(block.add_attention(packing.pick(x), packing.pick(context)))
-        return Step(x, packing.sizes, packing.assignment, packing.weights, a, carry=entered)
+            return BlockOutput(
+                block.add_mlp(block.add_attention(x, context)), sizes, informativeness=a, method_state=entered
+            )
+        x = block.add_mlp(block.add_attention(packing.gather(x), packing.gather(context)))
+        return BlockOutput(x, packing.sizes, packing.assignment, packing.weights, a, method_state=entered)
 
     @torch.no_grad()
-    def _stays(self, significance: Tensor, there: Tensor, entered: int, turn: Turn) -> Tensor:
+    def _stays(self, significance: Tensor, there: Tensor, entered: int, ctx: BlockContext) -> Tensor:
         """Which tokens stay, from the significance of all (B N) and whether they are there or padding: B N, bool."""
-        first, there = there.split([turn.protected, there.shape[1] - turn.protected], dim=1)
-        significance = significance[:, turn.protected :]
-        least = max(1, self.min_tokens - turn.protected)
-        sampled = sample(significance, there, max(least, self._samples(entered, turn)))
+        first, there = there.split([ctx.protected, there.shape[1] - ctx.protected], dim=1)
+        significance = significance[:, ctx.protected :]
+        least = max(1, self.min_tokens - ctx.protected)
+        sampled = sample(significance, there, max(least, self._samples(entered, ctx)))
         enough = sampled.sum(dim=1, keepdim=True) >= least
         ranked = rank_descending(significance.where(there, -1)) < least
         return torch.cat([first, torch.where(enough, sampled, ranked & there)], dim=1)
 
-    def _samples(self, entered: int, turn: Turn) -> int:
+    def _samples(self, entered: int, ctx: BlockContext) -> int:
         """K, with so many tokens entering the first block."""
         most = entered if self.samples is None else self.samples
-        r = tokens_asked(turn.entry, entered - turn.protected)
-        return most if r <= 1 else min(most, entered - turn.protected - r)
+        r = requested_tokens(ctx.amount, entered - ctx.protected)
+        return most if r <= 1 else min(most, entered - ctx.protected - r)
 
     def cost_of(self, shape: BlockShape, tokens: int, remaining: int, *, protected: int) -> Cost:
         """The paper's account and ours: attention for all queries, of which some are thrown away, as published."""

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Protocol, Self
 from torch import Tensor, nn
 
 from ..core.assignment import Assignment
-from ..core.attention import Look
+from ..core.attention import ReceivedAttention
 from ..core.flops import BlockShape, Cost
-from ..core.schedule import Entry, ReductionSpec, tokens_asked, tokens_to_fuse
+from ..core.schedule import Amount, ReductionSpec, capped_reduction, requested_tokens
 from ..errors import MctfError
 
 
@@ -45,24 +45,26 @@ class BlockOps(Protocol):
         v: Tensor,
         *,
         sizes: Tensor | None,
-        spread: Assignment | None = None,
-        look: Look | None = None,
+        unpool: Assignment | None = None,
+        received: ReceivedAttention | None = None,
     ) -> Tensor:
-        """The flat context; a key of size s counts s times. With `spread`, v has one row a slot.
+        """The flat context; a key of size s counts s times. With `unpool`, v has one row per slot.
 
-        look: what `look_at` returned for the same q, k and sizes, which may save work.
+        received: what `attention_received` returned for the same q, k and sizes, which may save work.
         """
 
-    def look_at(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str, keep: bool = False) -> Look:
+    def attention_received(
+        self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str, keep: bool = False
+    ) -> ReceivedAttention:
         """Attention each token receives from all tokens ("mean"), the "class" token, or "both".
 
-        keep: whether `attend` will be called with this look.
+        keep: whether `attend` will be called with this result.
         """
 
-    def attend_and_look(
+    def attend_with_received(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str
     ) -> tuple[Tensor, Tensor]:
-        """`attend`, and what `look_at` calls received, B G N."""
+        """`attend`, and what `attention_received` calls received, B G N."""
 
     def attention_map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:
         """The attention itself, B H N N, for the few methods that cannot do without."""
@@ -97,13 +99,13 @@ def run_pieces(block: BlockOps, x: Tensor, sizes: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Turn:
+class BlockContext:
     """What a method knows beside the tokens when a block's turn comes.
 
     index: of the block, of `depth`. r: tokens that are to leave. protected: leading tokens that stay in place.
-    carry: what the method handed on from the block before, None at first. layers: its own layers for this block, if
+    method_state: what the method handed on from the block before, None at first. layers: its own layers for this block, if
     it has learned any. training: whether learned methods are to behave as in training. next_reduces: whether tokens
-    are to leave the block after this one too. entry: what the schedule says of the block, for methods that count the
+    are to leave the block after this one too. amount: what the schedule says of the block, for methods that count the
     tokens of each image by itself.
     """
 
@@ -111,22 +113,22 @@ class Turn:
     protected: int
     index: int = 0
     depth: int = 1
-    carry: Any = None
+    method_state: Any = None
     layers: nn.Module | None = None
     training: bool = False
     next_reduces: bool = False
-    entry: Entry = 0
+    amount: Amount = 0
 
 
 @dataclass(frozen=True)
-class Step:
+class BlockOutput:
     """What one block did to the tokens.
 
     x: B M C. sizes: B M, float32, how many input tokens each token stands for; None while all are 1. A token of size 0
     is padding: it stands for nothing and nobody attends to it.
     assignment: B N -> M, None when nothing was fused; weights: B N, how much each token counted in its slot: 0 for
     one that was dropped, above 0 for one that was fused.
-    informativeness: B N, where the method knows it. carry: handed to the method in the next block.
+    informativeness: B N, where the method knows it. method_state: handed to the method in the next block.
     """
 
     x: Tensor
@@ -134,7 +136,7 @@ class Step:
     assignment: Assignment | None = None
     weights: Tensor | None = None
     informativeness: Tensor | None = None
-    carry: Any = None
+    method_state: Any = None
 
 
 def check_class_token(method: str, class_token: bool) -> None:
@@ -146,7 +148,7 @@ def check_class_token(method: str, class_token: bool) -> None:
         )
 
 
-def check_switches(**switches: object) -> None:
+def check_bool(**switches: object) -> None:
     """Raise MctfError unless each of these options is True or False: "no" would mean yes."""
     for option, value in switches.items():
         if not isinstance(value, bool):
@@ -173,7 +175,7 @@ class Method(ABC):
     masks_in_training: ClassVar[bool] = False
     learns_from_original: ClassVar[bool] = False
 
-    def suited(self, *, class_token: bool) -> Self:
+    def resolve(self, *, class_token: bool) -> Self:
         """This method for a model with or without a class token; raises MctfError where it cannot work."""
         return self
 
@@ -182,42 +184,42 @@ class Method(ABC):
         """The blocks that fuse when the user names none."""
 
     @abstractmethod
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
-        """One block on x (B N C), after which turn.r tokens fewer remain."""
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        """One block on x (B N C), after which ctx.r tokens fewer remain."""
 
     @abstractmethod
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         """Multiply-adds of `run`."""
 
-    def asked(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+    def num_requested(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         """How many tokens are to leave by what the user wrote, before `leaving` caps it where too few would remain."""
-        return tokens_asked(entry, tokens - protected)
+        return requested_tokens(amount, tokens - protected)
 
-    def leaving(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
-        """How many of `tokens` leave a block whose schedule says `entry`.
+    def num_reduced(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+        """How many of `tokens` leave a block whose schedule says `amount`.
 
         initial: tokens entering the first block. stage: how many blocks before this one reduce.
         """
-        return tokens_to_fuse(entry, tokens, protected=protected, min_tokens=self.min_tokens)
+        return capped_reduction(amount, tokens, protected=protected, min_tokens=self.min_tokens)
 
-    def remaining(self, tokens: int, r: int) -> int:
+    def num_remaining(self, tokens: int, r: int) -> int:
         """Tokens after a block that r leave; more where they come back."""
         return tokens - r
 
-    def make_layers(self, shapes: Sequence[BlockShape], schedule: Sequence[Entry]) -> nn.ModuleDict | None:
+    def make_layers(self, shapes: Sequence[BlockShape], schedule: Sequence[Amount]) -> nn.ModuleDict | None:
         """Layers of its own for a model with such blocks, by block number; None where nothing is learned."""
         return None
 
-    def layers_of(self, turn: Turn) -> nn.Module:
+    def layers_of(self, ctx: BlockContext) -> nn.Module:
         """Its own layers for this block; raises MctfError where there are none."""
-        if turn.layers is None:
+        if ctx.layers is None:
             raise MctfError(
-                f"{self.name} has no layers for block {turn.index}: unfuse the model, and fuse it with this r from the "
+                f"{self.name} has no layers for block {ctx.index}: unfuse the model, and fuse it with this r from the "
                 "beginning"
             )
-        return turn.layers
+        return ctx.layers
 
-    def finish(self, x: Tensor, carry: Any) -> Tensor | None:
+    def restore_tokens(self, x: Tensor, method_state: Any) -> Tensor | None:
         """Tokens to leave the last block in the place of x, one per input token; None to leave x as it is."""
         return None
 
@@ -237,10 +239,10 @@ class Adaptive(Method):
     default_r: ClassVar[ReductionSpec] = 1
     adaptive: ClassVar[bool] = True
 
-    def asked(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+    def num_requested(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         return 0
 
-    def leaving(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+    def num_reduced(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         """None, as none is bound to leave."""
         return 0
 

@@ -14,9 +14,9 @@ from ..core import matching
 from ..core.assignment import Assignment
 from ..core.flops import BlockShape, Cost, split_product
 from ..core.matching import TINY, at_least_float32, rank_descending, unit_rows
-from ..core.schedule import Entry, tokens_asked
+from ..core.schedule import Amount, requested_tokens
 from ..errors import MctfError
-from .base import Step, Turn
+from .base import BlockContext, BlockOutput
 from .evit import Attentive
 
 
@@ -102,9 +102,9 @@ class BAT(Attentive):
     neighbours: how many nearest tokens decide how dense it is around a token.
     """
 
-    clusters: Entry = 0.1
-    pairs: Entry = 0.1
-    lower: Entry = 0.5
+    clusters: Amount = 0.1
+    pairs: Amount = 0.1
+    lower: Amount = 0.5
     neighbours: int = 5
 
     name: ClassVar[str] = "bat"
@@ -124,22 +124,22 @@ class BAT(Attentive):
     def budget(self, free: int, r: int) -> Budget:
         """The split of `free` unprotected tokens of which r leave."""
         remaining = free - r
-        clusters = max(1, min(tokens_asked(self.clusters, remaining), remaining - 1))
-        pairs = min(tokens_asked(self.pairs, remaining), r, remaining - clusters)
+        clusters = max(1, min(requested_tokens(self.clusters, remaining), remaining - 1))
+        pairs = min(requested_tokens(self.pairs, remaining), r, remaining - clusters)
         attentive = remaining - clusters + pairs
-        lower = max(2 * pairs, min(tokens_asked(self.lower, attentive), attentive)) if pairs else 0
+        lower = max(2 * pairs, min(requested_tokens(self.lower, attentive), attentive)) if pairs else 0
         return Budget(attentive - lower, lower, pairs, free - attentive, clusters)
 
-    def reduce(self, x: Tensor, a: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
-        assignment = self._assign(x, a, turn)
+    def reduce(self, x: Tensor, a: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        assignment = self._assign(x, a, ctx)
         weights = a.clamp_min(TINY)
         x, sizes = kernels.fuse_tokens(x, weights, sizes, assignment, by_size=False)
-        return Step(x, sizes, assignment, weights)
+        return BlockOutput(x, sizes, assignment, weights)
 
     @torch.no_grad()
-    def _assign(self, x: Tensor, a: Tensor, turn: Turn) -> Assignment:
-        protected, left = turn.protected, x.shape[1] - turn.r
-        budget = self.budget(x.shape[1] - protected, turn.r)
+    def _assign(self, x: Tensor, a: Tensor, ctx: BlockContext) -> Assignment:
+        protected, left = ctx.protected, x.shape[1] - ctx.r
+        budget = self.budget(x.shape[1] - protected, ctx.r)
         rank = matching.rank_descending(a[:, protected:])
         order = rank.argsort(dim=1)[..., None].expand(-1, -1, x.shape[2])
         ordered = x[:, protected:].gather(1, order)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.assignment import Assignment
 from ..core.flops import BlockShape, Cost
 from ..errors import MctfError
-from .base import BlockOps, Method, Step, Turn
+from .base import BlockContext, BlockOps, BlockOutput, Method
 
 # The largest prime below 2^26 for which cubing mixes all numbers below it; products of two stay exact in float64.
 _PRIME = 67_108_859
@@ -40,20 +40,20 @@ class RandomDrop(Method):
     def default_blocks(self, depth: int) -> range:
         return range(1, depth)
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
-        if turn.r == 0:
-            return Step(block.plain(x), None)
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        if ctx.r == 0:
+            return BlockOutput(block.plain(x), None)
         batch, tokens, _ = x.shape
-        first, index = turn.protected, torch.arange(tokens, device=x.device)
-        order = first + _shuffled(tokens - first, (self.seed * 1_000_003 + turn.index) * 10_007, x.device)
-        stays = torch.ones_like(index).index_fill(0, order[: turn.r], 0)
-        kept = torch.cat([index[:first], order[turn.r :].sort().values])
+        first, index = ctx.protected, torch.arange(tokens, device=x.device)
+        order = first + _shuffled(tokens - first, (self.seed * 1_000_003 + ctx.index) * 10_007, x.device)
+        stays = torch.ones_like(index).index_fill(0, order[: ctx.r], 0)
+        kept = torch.cat([index[:first], order[ctx.r :].sort().values])
         # To have a place at all, a dropped token is mapped to the one before it that stays, or to the first of those
         # that are not protected; there it counts for nothing.
         slots = torch.maximum(stays.cumsum(0) - 1, index.clamp_max(first))
-        assignment = Assignment(slots.expand(batch, -1), tokens - turn.r)
+        assignment = Assignment(slots.expand(batch, -1), tokens - ctx.r)
         weights = stays.float().expand(batch, -1)
-        return Step(block.fused(assignment, weights).plain(x.index_select(1, kept)), None, assignment, weights)
+        return BlockOutput(block.fused(assignment, weights).plain(x.index_select(1, kept)), None, assignment, weights)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         cost = shape.plain(tokens - r)
@@ -89,16 +89,16 @@ class FreeDrop(Method):
     def default_blocks(self, depth: int) -> range:
         return range(1, depth)
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
-        if turn.r == 0:
-            return Step(block.plain(x), None)
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        if ctx.r == 0:
+            return BlockOutput(block.plain(x), None)
         batch, tokens, _ = x.shape
-        left = tokens - turn.r
+        left = tokens - ctx.r
         # to have a place at all, a dropped token is mapped to the last one that stays, where it counts for nothing
         index = torch.arange(tokens, device=x.device)
         assignment = Assignment(index.clamp_max(left - 1).expand(batch, -1), left)
         weights = (index < left).float().expand(batch, -1)
-        return Step(block.fused(assignment, weights).plain(x[:, :left]), None, assignment, weights)
+        return BlockOutput(block.fused(assignment, weights).plain(x[:, :left]), None, assignment, weights)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         cost = shape.plain(tokens - r)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..core.flops import NORM, BlockShape, Cost
 from ..core.matching import at_least_float32
-from ..core.selection import keep_best
+from ..core.selection import keep_topk
 from ._predictor import Decisions, Selecting, decide, ones_for, run_masked, seen_mean
-from .base import BlockOps, Step, Turn
+from .base import BlockContext, BlockOps, BlockOutput
 
 
 @dataclass(frozen=True)
@@ -36,31 +36,31 @@ class DynamicViT(Selecting):
     def make_layer(self, shape: BlockShape) -> nn.Module:
         return Predictor(shape.channels)
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
-        if turn.training:
-            return self._train(block, x, turn)
-        if turn.r == 0:
-            return Step(block.plain(x), None)
-        patches = x[:, turn.protected :]
-        scores = self.layers_of(turn)(patches, ones_for(patches))[..., 0]
-        kept = keep_best(scores, patches.shape[1] - turn.r, protected=turn.protected)
-        x = block.fused(kept.assignment, kept.weights).plain(kept.of(x))
-        return Step(x, None, kept.assignment, kept.weights)
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        if ctx.training:
+            return self._train(block, x, ctx)
+        if ctx.r == 0:
+            return BlockOutput(block.plain(x), None)
+        patches = x[:, ctx.protected :]
+        scores = self.layers_of(ctx)(patches, ones_for(patches))[..., 0]
+        kept = keep_topk(scores, patches.shape[1] - ctx.r, protected=ctx.protected)
+        x = block.fused(kept.assignment, kept.weights).plain(kept.gather(x))
+        return BlockOutput(x, None, kept.assignment, kept.weights)
 
-    def _train(self, block: BlockOps, x: Tensor, turn: Turn) -> Step:
-        decisions: Decisions | None = turn.carry
-        if turn.r > 0:
-            patches = x[:, turn.protected :]
-            decisions = decisions or Decisions(ones_for(patches), patches.shape[1], turn.protected)
-            log_probabilities = self.layers_of(turn)(patches, decisions.now)
-            decisions = decisions.then(decide(log_probabilities), turn.r)
+    def _train(self, block: BlockOps, x: Tensor, ctx: BlockContext) -> BlockOutput:
+        decisions: Decisions | None = ctx.method_state
+        if ctx.r > 0:
+            patches = x[:, ctx.protected :]
+            decisions = decisions or Decisions(ones_for(patches), patches.shape[1], ctx.protected)
+            log_probabilities = self.layers_of(ctx)(patches, decisions.now)
+            decisions = decisions.updated(decide(log_probabilities), ctx.r)
         if decisions is None:
-            return Step(block.plain(x), None)
-        return Step(run_masked(block, x, decisions.seen()), None, carry=decisions)
+            return BlockOutput(block.plain(x), None)
+        return BlockOutput(run_masked(block, x, decisions.seen()), None, method_state=decisions)
 
-    def finish(self, x: Tensor, carry: Any) -> Tensor | None:
+    def restore_tokens(self, x: Tensor, method_state: Any) -> Tensor | None:
         """In training, what inference gives to whoever reads every token."""
-        return None if carry is None else torch.take_along_dim(x, _shown(carry)[..., None], dim=1)
+        return None if method_state is None else torch.take_along_dim(x, _shown(method_state)[..., None], dim=1)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         cost = shape.plain(tokens - r)

@@ -18,8 +18,8 @@ from .. import kernels
 from ..core.assignment import Assignment
 from ..core.flops import BlockShape, Cost
 from ..core.matching import TINY, rank_descending
-from ..core.schedule import Entry, ReductionSpec, fast_blocks, tokens_asked
-from .base import BlockOps, Method, Step, Turn, check_class_token, check_switches
+from ..core.schedule import Amount, ReductionSpec, fast_blocks, requested_tokens
+from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, check_class_token
 
 
 class Attentive(Method):
@@ -32,35 +32,35 @@ class Attentive(Method):
         """Tokens made of the inattentive ones that come on top of the ceil(kappa n) of the keep rate."""
         return 1
 
-    def suited(self, *, class_token: bool) -> Self:
+    def resolve(self, *, class_token: bool) -> Self:
         check_class_token(self.name, class_token)
         return self
 
     def default_blocks(self, depth: int) -> tuple[int, ...]:
         return fast_blocks(depth)
 
-    def asked(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
-        inattentive = tokens_asked(entry, tokens - protected)  # n - ceil(kappa n) for a ratio
-        return inattentive if isinstance(entry, int) else max(0, inattentive - self.added)
+    def num_requested(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+        inattentive = requested_tokens(amount, tokens - protected)  # n - ceil(kappa n) for a ratio
+        return inattentive if isinstance(amount, int) else max(0, inattentive - self.added)
 
-    def leaving(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+    def num_reduced(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         """What is asked, as long as one attentive token remains."""
-        asked = self.asked(entry, tokens, protected=protected, initial=initial, stage=stage)
+        asked = self.num_requested(amount, tokens, protected=protected, initial=initial, stage=stage)
         return max(0, min(asked, tokens - protected - 1 - self.added))
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         """Plain attention on all N tokens, then the reduction, then the MLP on what remains."""
-        if turn.r == 0:
-            return Step(block.plain(x), sizes)
+        if ctx.r == 0:
+            return BlockOutput(block.plain(x), sizes)
         h = block.norm1(x)
         q, k, v = block.queries_keys_values(h)
-        context, received = block.attend_and_look(q, k, v, sizes=None, rows="class")
+        context, received = block.attend_with_received(q, k, v, sizes=None, rows="class")
         a = received.sum(dim=1)
-        step = self.reduce(block.add_attention(x, block.finish_context(context, h)), a, sizes, turn)
-        return Step(block.add_mlp(step.x), step.sizes, step.assignment, step.weights, a)
+        step = self.reduce(block.add_attention(x, block.finish_context(context, h)), a, sizes, ctx)
+        return BlockOutput(block.add_mlp(step.x), step.sizes, step.assignment, step.weights, a)
 
     @abstractmethod
-    def reduce(self, x: Tensor, a: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
+    def reduce(self, x: Tensor, a: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         """Which tokens of x (B N C) become one, by the class token's attention a (B N, without gradient)."""
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
@@ -96,25 +96,25 @@ class EViT(Attentive):
     summary: ClassVar[str] = "EViT (ICLR 2022): keeps what the class token attends to, fuses the rest to one token"
 
     def __post_init__(self) -> None:
-        check_switches(fuse_inattentive=self.fuse_inattentive)
+        check_bool(fuse_inattentive=self.fuse_inattentive)
 
     @property
     def added(self) -> int:
         return int(self.fuse_inattentive)
 
-    def reduce(self, x: Tensor, a: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
-        left = x.shape[1] - turn.r
-        place = _places_by_rank(a, turn.protected)
+    def reduce(self, x: Tensor, a: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        left = x.shape[1] - ctx.r
+        place = _places_by_rank(a, ctx.protected)
         # the last place is that of the fused token, or of the least attentive one that stays
         assignment = Assignment(place.clamp_max(left - 1), left)
         if not self.fuse_inattentive:
             kept = place.argsort(dim=1)[:, :left, None].expand(-1, -1, x.shape[2])
-            return Step(x.gather(1, kept), None, assignment, (place < left).float())
+            return BlockOutput(x.gather(1, kept), None, assignment, (place < left).float())
         weights = a.clamp_min(TINY)
         mass = weights.where(place >= left - 1, 0).sum(dim=1)
         x, sizes = kernels.fuse_tokens(x, weights, sizes, assignment, by_size=False)
         fused = (x[:, -1] * mass[:, None]).to(x.dtype)  # pooling divides by the mass
-        return Step(torch.cat([x[:, :-1], fused[:, None]], dim=1), sizes, assignment, weights)
+        return BlockOutput(torch.cat([x[:, :-1], fused[:, None]], dim=1), sizes, assignment, weights)
 
 
 def _places_by_rank(a: Tensor, protected: int) -> Tensor:

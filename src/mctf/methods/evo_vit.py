@@ -24,10 +24,10 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from ..core.flops import BlockShape, Cost
-from ..core.schedule import Entry, ReductionSpec
-from ..core.selection import Kept, keep_best
+from ..core.schedule import Amount, ReductionSpec
+from ..core.selection import TopK, keep_topk
 from ..errors import MctfError
-from .base import BlockOps, Method, Step, Turn, check_class_token, check_switches
+from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, check_class_token
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class _Attention:
     """Handed on from block to block. whole: B N, the global class attention. chosen: for the present stage."""
 
     whole: Tensor
-    chosen: Kept | None = None
+    chosen: TopK | None = None
 
-    def after(self, chosen: Kept, seen: Tensor) -> "_Attention":
+    def after(self, chosen: TopK, seen: Tensor) -> "_Attention":
         """After a block that the chosen tokens went through, where they received so much attention: B M."""
         mixed = (self.whole.gather(1, chosen.index) + seen) / 2
         return _Attention(self.whole.scatter(1, chosen.index, mixed), chosen)
@@ -57,49 +57,49 @@ class EvoViT(Method):
     default_r: ClassVar[ReductionSpec] = 0.5
 
     def __post_init__(self) -> None:
-        check_switches(every_block=self.every_block)
+        check_bool(every_block=self.every_block)
 
-    def suited(self, *, class_token: bool) -> Self:
+    def resolve(self, *, class_token: bool) -> Self:
         check_class_token(self.name, class_token)
         return self
 
     def default_blocks(self, depth: int) -> range:
         return range(_stages(depth)[0], depth)
 
-    def leaving(self, entry: Entry, tokens: int, *, protected: int, initial: int, stage: int) -> int:
+    def num_reduced(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         """How many patches wait, as long as one does not."""
-        asked = self.asked(entry, tokens, protected=protected, initial=initial, stage=stage)
+        asked = self.num_requested(amount, tokens, protected=protected, initial=initial, stage=stage)
         return max(0, min(asked, tokens - protected - 1))
 
-    def remaining(self, tokens: int, r: int) -> int:
+    def num_remaining(self, tokens: int, r: int) -> int:
         return tokens
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
-        attention: _Attention | None = turn.carry
-        if turn.r == 0 and not turn.next_reduces:
-            return Step(block.plain(x), None, carry=attention)
-        if turn.r == 0:
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        attention: _Attention | None = ctx.method_state
+        if ctx.r == 0 and not ctx.next_reduces:
+            return BlockOutput(block.plain(x), None, method_state=attention)
+        if ctx.r == 0:
             x, seen = _through(block, x)
             whole = seen if attention is None else (attention.whole + seen) / 2
-            return Step(x, None, informativeness=whole, carry=_Attention(whole))
+            return BlockOutput(x, None, informativeness=whole, method_state=_Attention(whole))
         if attention is None:
             raise MctfError("evo_vit chooses by the attention of the block before: let r begin after block 0")
-        return self._evolve(block, x, attention, turn)
+        return self._evolve(block, x, attention, ctx)
 
-    def _evolve(self, block: BlockOps, x: Tensor, attention: _Attention, turn: Turn) -> Step:
+    def _evolve(self, block: BlockOps, x: Tensor, attention: _Attention, ctx: BlockContext) -> BlockOutput:
         """The chosen tokens through the block, and back to their places."""
-        chosen, keep = attention.chosen, x.shape[1] - turn.protected - turn.r
-        if chosen is None or chosen.assignment.count != turn.protected + keep or self._chooses(turn):
-            chosen = keep_best(attention.whole[:, turn.protected :], keep, protected=turn.protected)
+        chosen, keep = attention.chosen, x.shape[1] - ctx.protected - ctx.r
+        if chosen is None or chosen.assignment.count != ctx.protected + keep or self._chooses(ctx):
+            chosen = keep_topk(attention.whole[:, ctx.protected :], keep, protected=ctx.protected)
         inside = block.fused(chosen.assignment, chosen.weights)
-        evolved, seen = _through(inside, chosen.of(x))
+        evolved, seen = _through(inside, chosen.gather(x))
         index = chosen.index[..., None].expand_as(evolved)
         x = x.scatter(1, index, evolved.to(x.dtype))
-        return Step(x, None, informativeness=attention.whole, carry=attention.after(chosen, seen))
+        return BlockOutput(x, None, informativeness=attention.whole, method_state=attention.after(chosen, seen))
 
-    def _chooses(self, turn: Turn) -> bool:
+    def _chooses(self, ctx: BlockContext) -> bool:
         """Whether a block chooses even though the one before has done so."""
-        return turn.index in _stages(turn.depth) or (turn.training and self.every_block)
+        return ctx.index in _stages(ctx.depth) or (ctx.training and self.every_block)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         cost = shape.plain(tokens - r)
@@ -115,5 +115,5 @@ def _through(block: BlockOps, x: Tensor) -> tuple[Tensor, Tensor]:
     """A block by its pieces, and the attention of the class token in it: B M C and B M."""
     h = block.norm1(x)
     q, k, v = block.queries_keys_values(h)
-    context, received = block.attend_and_look(q, k, v, sizes=None, rows="class")
+    context, received = block.attend_with_received(q, k, v, sizes=None, rows="class")
     return block.add_mlp(block.add_attention(x, block.finish_context(context, h))), received.sum(dim=1)

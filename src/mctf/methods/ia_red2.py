@@ -38,10 +38,10 @@ from torch import Tensor, nn
 
 from ..core.flops import NORM, BlockShape, Cost
 from ..core.matching import at_least_float32
-from ..core.schedule import Entry
-from ..core.selection import pack
+from ..core.schedule import Amount
+from ..core.selection import pack_ragged
 from ..errors import MctfError
-from .base import Adaptive, BlockOps, Step, Turn, check_class_token, present, run_unfused
+from .base import Adaptive, BlockContext, BlockOps, BlockOutput, check_class_token, present, run_unfused
 
 _START = 0.5  # logits of the keep probabilities of fresh interpreters
 _SURE = (1e-6, 1 - 1e-6)  # probabilities beyond have no finite logit in float32
@@ -105,7 +105,7 @@ class IARED2(Adaptive):
         if self.group is not None and not whole:
             raise MctfError(f"group={self.group!r} must be the number of a group, counted from 1, or None for all")
 
-    def suited(self, *, class_token: bool) -> Self:
+    def resolve(self, *, class_token: bool) -> Self:
         check_class_token(self.name, class_token)
         return self
 
@@ -113,39 +113,39 @@ class IARED2(Adaptive):
         """The first blocks of three groups: 0, 4, 8 of twelve."""
         return tuple(sorted({round(depth * part / 3) for part in range(3)}))
 
-    def make_layers(self, shapes: Sequence[BlockShape], schedule: Sequence[Entry]) -> nn.ModuleDict:
-        chosen = [index for index, entry in enumerate(schedule) if entry]
+    def make_layers(self, shapes: Sequence[BlockShape], schedule: Sequence[Amount]) -> nn.ModuleDict:
+        chosen = [index for index, amount in enumerate(schedule) if amount]
         return nn.ModuleDict({str(index): Interpreter(shapes[index].channels, shapes[index].heads) for index in chosen})
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
-        if not turn.entry:
-            return Step(run_unfused(block, x, sizes), sizes, carry=turn.carry)
-        policy: Policy = turn.carry or Policy(x.shape[1] - turn.protected, turn.depth)
-        stays, decision = self._decide(x, present(x, sizes), policy, turn)
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        if not ctx.amount:
+            return BlockOutput(run_unfused(block, x, sizes), sizes, method_state=ctx.method_state)
+        policy: Policy = ctx.method_state or Policy(x.shape[1] - ctx.protected, ctx.depth)
+        stays, decision = self._decide(x, present(x, sizes), policy, ctx)
         policy = replace(policy, decisions=(*policy.decisions, decision))
-        packing = pack(stays, protected=turn.protected)
+        packing = pack_ragged(stays, protected=ctx.protected)
         if packing is None:
-            return Step(run_unfused(block, x, sizes), sizes, carry=policy)
+            return BlockOutput(run_unfused(block, x, sizes), sizes, method_state=policy)
         block = block.fused(packing.assignment, packing.weights)
-        x = run_unfused(block, packing.pick(x), packing.sizes)
-        return Step(x, packing.sizes, packing.assignment, packing.weights, carry=policy)
+        x = run_unfused(block, packing.gather(x), packing.sizes)
+        return BlockOutput(x, packing.sizes, packing.assignment, packing.weights, method_state=policy)
 
-    def _decide(self, x: Tensor, there: Tensor, policy: Policy, turn: Turn) -> tuple[Tensor, Decision]:
+    def _decide(self, x: Tensor, there: Tensor, policy: Policy, ctx: BlockContext) -> tuple[Tensor, Decision]:
         """Which of the tokens that are there (B N) stay, B N, bool; and what is to be remembered of it."""
-        probability = self.layers_of(turn)(x.detach())
+        probability = self.layers_of(ctx)(x.detach())
         group = len(policy.decisions) + 1
-        learns = turn.training and self.group in (None, group)
+        learns = ctx.training and self.group in (None, group)
         chance = _SHARPNESS * probability.clamp(*_SURE).logit()
         stays = chance.detach().sigmoid().bernoulli().bool() if learns else probability > 0.5
         if self.group is not None and group > self.group:
             stays = torch.ones_like(stays)
-        patches = there & (torch.arange(x.shape[1], device=x.device) >= turn.protected)
+        patches = there & (torch.arange(x.shape[1], device=x.device) >= ctx.protected)
         log_probability = probability.new_zeros(len(x))
-        if turn.training:  # those that do not learn are in it too: every parameter is to have a gradient, if 0
+        if ctx.training:  # those that do not learn are in it too: every parameter is to have a gradient, if 0
             chosen = F.logsigmoid(torch.where(stays, chance, -chance))
             log_probability = learns * (chosen * patches).sum(dim=1) / policy.patches
         kept = (stays & patches).sum(dim=1) / policy.patches
-        return (stays & there) | (there & ~patches), Decision(turn.index, kept, log_probability)
+        return (stays & there) | (there & ~patches), Decision(ctx.index, kept, log_probability)
 
     def extra_loss(self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Any]) -> Tensor:
         """The loss beside the cross-entropy; see `ExtraLoss` in `mctf.train.objective`."""

@@ -24,7 +24,7 @@ from ..core.assignment import Assignment, joint_weights
 from ..core.flops import BlockShape, Cost, split_product, unprotected_product
 from ..core.matching import Criteria
 from ..errors import MctfError, did_you_mean
-from .base import BlockOps, Method, Step, Turn, check_switches, run_unfused
+from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, run_unfused
 
 _CHOICES = {
     "pooling": ("attention", "size", "mean", "max"),
@@ -70,13 +70,13 @@ class MCTF(Method):
             value = getattr(self, option)
             if value not in known:
                 raise MctfError(f"{option}={value!r} is unknown: {did_you_mean(str(value), known)}")
-        check_switches(bidirectional=self.bidirectional, proportional=self.proportional)
+        check_bool(bidirectional=self.bidirectional, proportional=self.proportional)
         if self.attention == "exact" and self.pooling == "max":
             raise MctfError(
                 "pooling='max' has no exact attention: choose another pooling or attention='one_step_ahead'"
             )
 
-    def suited(self, *, class_token: bool) -> Self:
+    def resolve(self, *, class_token: bool) -> Self:
         if self.informativeness == "auto":
             return replace(self, informativeness="both" if class_token else "mean")
         if self.informativeness != "mean" and not class_token:
@@ -88,17 +88,17 @@ class MCTF(Method):
     def default_blocks(self, depth: int) -> range:
         return range(1, depth)
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
-        if turn.r == 0:
-            return Step(run_unfused(block, x, self._counted(sizes)), sizes)
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        if ctx.r == 0:
+            return BlockOutput(run_unfused(block, x, self._counted(sizes)), sizes)
         variants = {"precise": self._precise, "previous": self._previous, "exact": self._exact}
-        return variants.get(self.attention, self._ahead)(block, x, sizes, turn.r, turn.protected)
+        return variants.get(self.attention, self._ahead)(block, x, sizes, ctx.r, ctx.protected)
 
-    def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
+    def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> BlockOutput:
         counted = self._counted(sizes)
         q, k = block.queries_keys(block.norm1(x))
-        look = block.look_at(q, k, sizes=counted, rows=self.informativeness, keep=self.pooling != "max")
-        assignment, a = self._match(x, look.received, sizes, r, protected)
+        received = block.attention_received(q, k, sizes=counted, rows=self.informativeness, keep=self.pooling != "max")
+        assignment, a = self._match(x, received.partial, sizes, r, protected)
         x, new_sizes = self._fuse(x, a, sizes, assignment)
 
         h = block.norm1(x)
@@ -106,29 +106,29 @@ class MCTF(Method):
         if self.pooling == "max":
             context = _largest_rows(block.attention_map(q, k, sizes=counted), values, assignment)
         else:
-            context = block.attend(q, k, values, sizes=counted, spread=assignment, look=look)
+            context = block.attend(q, k, values, sizes=counted, unpool=assignment, received=received)
             context, _ = self._fuse(context, a, sizes, assignment)
         x = block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
-        return Step(x, new_sizes, assignment, self._weights(a, sizes), a)
+        return BlockOutput(x, new_sizes, assignment, self._weights(a, sizes), a)
 
-    def _exact(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
+    def _exact(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> BlockOutput:
         h = block.norm1(x)
-        context, received = self._attend_and_look(block, h, sizes)
+        context, received = self._attend_with_received(block, h, sizes)
         assignment, a = self._match(x, received, sizes, r, protected)
         x, context, new_sizes = kernels.fuse_both(
             x, block.finish_context(context, h), self._factor(a), sizes, assignment, by_size=self._by_size
         )
         x = block.add_mlp(block.add_attention(x, context))
-        return Step(x, new_sizes, assignment, self._weights(a, sizes), a)
+        return BlockOutput(x, new_sizes, assignment, self._weights(a, sizes), a)
 
-    def _precise(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
+    def _precise(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> BlockOutput:
         q, k = block.queries_keys(block.norm1(x))
-        look = block.look_at(q, k, sizes=self._counted(sizes), rows=self.informativeness)
-        return self._fused(block, x, look.received, sizes, r, protected, then_run=True)
+        received = block.attention_received(q, k, sizes=self._counted(sizes), rows=self.informativeness)
+        return self._fused(block, x, received.partial, sizes, r, protected, then_run=True)
 
-    def _previous(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> Step:
+    def _previous(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> BlockOutput:
         h = block.norm1(x)
-        context, received = self._attend_and_look(block, h, sizes)
+        context, received = self._attend_with_received(block, h, sizes)
         x = block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
         return self._fused(block, x, received, sizes, r, protected, then_run=False)
 
@@ -142,22 +142,22 @@ class MCTF(Method):
         protected: int,
         *,
         then_run: bool,
-    ) -> Step:
+    ) -> BlockOutput:
         """Tokens fused, and then perhaps the whole block run on them."""
         assignment, a = self._match(x, received, sizes, r, protected)
         weights = self._weights(a, sizes)
         x, sizes = self._fuse(x, a, sizes, assignment)
         if then_run:
             x = run_unfused(block.fused(assignment, weights), x, self._counted(sizes))
-        return Step(x, sizes, assignment, weights, a)
+        return BlockOutput(x, sizes, assignment, weights, a)
 
     def _counted(self, sizes: Tensor | None) -> Tensor | None:
         """The sizes attention is proportional to."""
         return sizes if self.proportional else None
 
-    def _attend_and_look(self, block: BlockOps, h: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _attend_with_received(self, block: BlockOps, h: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v = block.queries_keys_values(h)
-        return block.attend_and_look(q, k, v, sizes=self._counted(sizes), rows=self.informativeness)
+        return block.attend_with_received(q, k, v, sizes=self._counted(sizes), rows=self.informativeness)
 
     def _match(
         self, x: Tensor, received: Tensor, sizes: Tensor | None, r: int, protected: int
@@ -182,7 +182,7 @@ class MCTF(Method):
     def _fuse(self, x: Tensor, a: Tensor, sizes: Tensor | None, assignment: Assignment) -> tuple[Tensor, Tensor]:
         """Tokens and sizes of the slots."""
         if self.pooling == "max":
-            return assignment.largest(x), assignment.total(_counts(a, sizes))
+            return assignment.max_pool(x), assignment.total(_counts(a, sizes))
         return kernels.fuse_tokens(x, self._factor(a), sizes, assignment, by_size=self._by_size)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
@@ -194,10 +194,10 @@ class MCTF(Method):
         reading = shape.norm(tokens) + shape.queries_keys(tokens)
         full = shape.map(tokens, tokens)
         # before attending there is a look at the map, or at its first row, in a pass of its own; a CPU may save it
-        look = shape.map(1 if self.informativeness == "class" else tokens, tokens)
+        column_means = shape.map(1 if self.informativeness == "class" else tokens, tokens)
         if self.attention == "precise":
             rest = reading + shape.plain(left)
-            return Cost(paper=rest + full + paper_match, run=rest + look + run_match)
+            return Cost(paper=rest + full + paper_match, run=rest + column_means + run_match)
         if self.attention == "previous":
             rest = shape.plain(tokens)
             return Cost(paper=rest + paper_match, run=rest + run_match)
@@ -209,7 +209,7 @@ class MCTF(Method):
         # The paper multiplies the fused M x M map with the values, and so do we for the maximum; else we attend N x N.
         paper = full + shape.product(left, left)
         run = paper if self.pooling == "max" else full + shape.product(tokens, tokens)
-        return Cost(paper=rest + paper_match + paper, run=rest + run_match + look + run)
+        return Cost(paper=rest + paper_match + paper, run=rest + run_match + column_means + run)
 
 
 @dataclass(frozen=True)
@@ -236,5 +236,5 @@ def _largest_rows(full_map: Tensor, values: Tensor, assignment: Assignment) -> T
     """
     batch, heads, tokens, _ = full_map.shape
     columns = assignment.sum(full_map.permute(0, 3, 1, 2).flatten(2)).view(batch, -1, heads, tokens)  # B M H N
-    rows = assignment.largest(columns.permute(0, 3, 2, 1).flatten(2)).view(batch, -1, heads, assignment.count)
+    rows = assignment.max_pool(columns.permute(0, 3, 2, 1).flatten(2)).view(batch, -1, heads, assignment.count)
     return (rows.transpose(1, 2).to(values.dtype) @ values).transpose(1, 2).flatten(2)

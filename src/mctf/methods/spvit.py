@@ -32,9 +32,9 @@ from ..core.assignment import Assignment
 from ..core.flops import NORM, BlockShape, Cost
 from ..core.matching import at_least_float32
 from ..core.schedule import ReductionSpec
-from ..core.selection import keep_best
+from ..core.selection import keep_topk
 from ._predictor import Decisions, Selecting, decide, ones_for, run_masked, seen_mean
-from .base import BlockOps, Step, Turn
+from .base import BlockContext, BlockOps, BlockOutput
 
 _SHARES = (0.617, 0.369, 0.137)
 _LEAST = 1e-6  # weight of a patch in its package: the gradient divides by their sum
@@ -58,51 +58,51 @@ class SPViT(Selecting):
     def make_layer(self, shape: BlockShape) -> nn.Module:
         return Selector(shape.channels, math.gcd(shape.channels, shape.heads))
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
-        if turn.training:
-            return self._train(block, x, turn)
-        packages: int = turn.carry or 0
-        if turn.r == 0:
-            return Step(block.plain(x), None, carry=packages)
-        assignment, weights = self._pack(x, packages, turn)
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        if ctx.training:
+            return self._train(block, x, ctx)
+        packages: int = ctx.method_state or 0
+        if ctx.r == 0:
+            return BlockOutput(block.plain(x), None, method_state=packages)
+        assignment, weights = self._pack(x, packages, ctx)
         x = block.fused(assignment, weights).plain(kernels.pool(x, weights, assignment))
-        return Step(x, None, assignment, weights, carry=packages + 1)
+        return BlockOutput(x, None, assignment, weights, method_state=packages + 1)
 
-    def _pack(self, x: Tensor, packages: int, turn: Turn) -> tuple[Assignment, Tensor]:
-        """Kept tokens in their old order, packages behind them, and last the package of what is dropped: B N -> M."""
-        others = x[:, turn.protected :]
+    def _pack(self, x: Tensor, packages: int, ctx: BlockContext) -> tuple[Assignment, Tensor]:
+        """TopK tokens in their old order, packages behind them, and last the package of what is dropped: B N -> M."""
+        others = x[:, ctx.protected :]
         is_patch = torch.arange(others.shape[1], device=x.device) < others.shape[1] - packages
-        _, keeping = self.layers_of(turn)(others, is_patch.expand(others.shape[:2]))
-        kept = keep_best(keeping.where(is_patch, 2.0), others.shape[1] - turn.r, protected=turn.protected)
-        protected = keeping.new_ones(x.shape[0], turn.protected)
+        _, keeping = self.layers_of(ctx)(others, is_patch.expand(others.shape[:2]))
+        kept = keep_topk(keeping.where(is_patch, 2.0), others.shape[1] - ctx.r, protected=ctx.protected)
+        protected = keeping.new_ones(x.shape[0], ctx.protected)
         weights = torch.cat([protected, keeping.clamp_min(_LEAST)], dim=1).where(kept.weights == 0, 1.0)
         package = kept.assignment.count
         return Assignment(kept.assignment.slots.where(kept.weights > 0, package), package + 1), weights
 
-    def _train(self, block: BlockOps, x: Tensor, turn: Turn) -> Step:
+    def _train(self, block: BlockOps, x: Tensor, ctx: BlockContext) -> BlockOutput:
         """Patches stay behind their mask; packages travel beside them, in what is carried."""
-        packed: _Packed | None = turn.carry
-        if turn.r > 0:
-            patches = x[:, turn.protected :]
-            packed = packed or _Packed.start(patches, turn.protected)
-            log_probabilities, keeping = self.layers_of(turn)(patches, packed.now)
-            packed = packed.with_package(patches, decide(log_probabilities), keeping, turn.r)
+        packed: _Packed | None = ctx.method_state
+        if ctx.r > 0:
+            patches = x[:, ctx.protected :]
+            packed = packed or _Packed.start(patches, ctx.protected)
+            log_probabilities, keeping = self.layers_of(ctx)(patches, packed.now)
+            packed = packed.with_package(patches, decide(log_probabilities), keeping, ctx.r)
         if packed is None:
-            return Step(block.plain(x), None)
+            return BlockOutput(block.plain(x), None)
         tokens = torch.cat([x, packed.packages], dim=1)
         seen = torch.cat([packed.seen(), packed.present], dim=1)
         tokens = run_masked(block.fused(packed.assignment(), packed.weights()), tokens, seen)
         x, packages = tokens.tensor_split([x.shape[1]], dim=1)
-        return Step(x, None, carry=replace(packed, packages=packages))
+        return BlockOutput(x, None, method_state=replace(packed, packages=packages))
 
-    def finish(self, x: Tensor, carry: Any) -> Tensor | None:
+    def restore_tokens(self, x: Tensor, method_state: Any) -> Tensor | None:
         """In training, what inference gives to whoever reads every token: for a dropped patch, its package."""
-        if not isinstance(carry, _Packed):
+        if not isinstance(method_state, _Packed):
             return None
-        return carry.assignment().spread(torch.cat([x, carry.packages], dim=1))
+        return method_state.assignment().unpool(torch.cat([x, method_state.packages], dim=1))
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
-        cost = shape.plain(self.remaining(tokens, r))
+        cost = shape.plain(self.num_remaining(tokens, r))
         if r:
             heads = math.gcd(shape.channels, shape.heads)
             cost += (tokens - protected) * Selector.cost(shape.channels, heads)
@@ -138,7 +138,7 @@ class _Packed(Decisions):
 
     def with_package(self, patches: Tensor, drawn: Tensor, keeping: Tensor, r: int) -> Self:
         """After one more stage: of the patches (B n C) those not drawn become a package, by these weights (B n)."""
-        decided = self.then(drawn, r)
+        decided = self.updated(drawn, r)
         dropped = self.now - decided.now
         weights = dropped * keeping.clamp_min(_LEAST)
         total = weights.sum(dim=1, keepdim=True)

@@ -14,7 +14,7 @@ from .. import kernels
 from ..core import matching
 from ..core.assignment import Assignment
 from ..core.flops import BlockShape, Cost, split_product, unprotected_product
-from .base import BlockOps, Method, Step, Turn, check_switches, run_unfused
+from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, run_unfused
 
 
 @dataclass(frozen=True)
@@ -31,25 +31,25 @@ class ToMe(Method):
     min_tokens: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        check_switches(proportional=self.proportional)
+        check_bool(proportional=self.proportional)
 
     def default_blocks(self, depth: int) -> range:
         return range(depth)
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         """Plain attention on all N tokens, then fusion, then the MLP on the M that remain."""
         key_sizes = sizes if self.proportional else None
-        if turn.r == 0:
-            return Step(run_unfused(block, x, key_sizes), sizes)
+        if ctx.r == 0:
+            return BlockOutput(run_unfused(block, x, key_sizes), sizes)
         h = block.norm1(x)
         q, k, v = block.queries_keys_values(h)
         context = block.attend(q, k, v, sizes=key_sizes)
         x = block.add_attention(x, block.finish_context(context, h))
 
-        assignment = _match_keys(k, turn.r, turn.protected)
+        assignment = _match_keys(k, ctx.r, ctx.protected)
         weights = x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes
         x, sizes = kernels.fuse_tokens(x, None, sizes, assignment, by_size=True)
-        return Step(block.add_mlp(x), sizes, assignment, weights)
+        return BlockOutput(block.add_mlp(x), sizes, assignment, weights)
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         if r == 0:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MctfError, did_you_mean
-from ..methods._layers import keep_aside, split_state
+from ..methods._layers import split_state_dict, stash_layers
 from .registration import register
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
 def _load_state(model: nn.Module, state: dict[str, Tensor], path: Path) -> None:
     own = model.state_dict()
     layers: dict[str, Tensor] = {}
-    if not split_state(own)[1]:
-        state, layers = split_state(state)
+    if not split_state_dict(own)[1]:
+        state, layers = split_state_dict(state)
     missing = sorted(own.keys() - state.keys())
     unexpected = sorted(state.keys() - own.keys())
     wrong = sorted(key for key in own.keys() & state.keys() if own[key].shape != state[key].shape)
@@ -146,7 +146,7 @@ def _load_state(model: nn.Module, state: dict[str, Tensor], path: Path) -> None:
         raise MctfError(f"{path.name} holds weights of another model: {'; '.join(examples)}")
     model.load_state_dict(state)
     if layers:
-        keep_aside(model, layers)
+        stash_layers(model, layers)
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from .. import kernels
 from ..api import fuse, fused_stack
 from ..core.assignment import Assignment
 from ..hosts import find_host
-from ..methods.base import BlockOps, Step, Turn
+from ..methods.base import BlockContext, BlockOps, BlockOutput
 from ..methods.mctf import MCTF
 from ..models.loading import copy_sharing_weights
 from ..tracing import trace
@@ -63,17 +63,17 @@ class ClassToken(Experiment):
 
 def class_tokens(model: nn.Module, pixels: Tensor) -> Tensor:
     """The class token after each block of a fused model: B L C, float64 on the CPU."""
-    watcher = _Watcher()
-    with fused_stack(model).watched_by(watcher):
+    observer = _Watcher()
+    with fused_stack(model).observed_by(observer):
         model(pixels)
-    return torch.stack(watcher.tokens, dim=1).cpu().double()
+    return torch.stack(observer.tokens, dim=1).cpu().double()
 
 
 class _Watcher:
     def __init__(self) -> None:
         self.tokens: list[Tensor] = []
 
-    def record(self, index: int, x: Tensor, step: Step) -> None:
+    def record(self, index: int, x: Tensor, step: BlockOutput) -> None:
         self.tokens.append(step.x[:, 0])
 
 
@@ -149,10 +149,10 @@ class _Compared(MCTF):
 
     name: ClassVar[str] = "mctf"
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
-        step = super().run(block, x, sizes, turn)
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        step = super().run(block, x, sizes, ctx)
         if step.assignment is not None and step.weights is not None:
-            self.seen[turn.index] = both_maps(block, x, sizes, step.assignment, step.weights)
+            self.seen[ctx.index] = both_maps(block, x, sizes, step.assignment, step.weights)
         return step
 
 

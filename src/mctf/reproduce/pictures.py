@@ -138,7 +138,7 @@ def four_blocks(fusing: Sequence[bool]) -> list[int]:
 
 def _fusing(subject: Subject) -> list[bool]:
     made = plan(subject.model, r=R, image_size=subject.preprocessing.image_size)
-    return [step.taken > 0 for step in made.reductions]
+    return [step.num_reduced > 0 for step in made.reductions]
 
 
 def look(model: nn.Module, pixels: Tensor) -> tuple[dict[int, dict[str, Tensor]], dict[int, float]]:

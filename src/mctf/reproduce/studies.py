@@ -119,7 +119,7 @@ def _capped(subject: Subject, settings: Sequence[Setting]) -> list[dict[str, Any
             image_size=subject.preprocessing.image_size,
             **dict(each.options),
         )
-        blocks = [block for block, step in enumerate(made.reductions, start=1) if step.taken < step.asked]
+        blocks = [block for block, step in enumerate(made.reductions, start=1) if step.num_reduced < step.num_requested]
         case = {"method": each.method, "r": each.r, "blocks": blocks}
         if blocks and case not in capped:
             capped.append(case)

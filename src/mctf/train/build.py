@@ -13,7 +13,7 @@ from torch import nn
 from .._utils import counted
 from ..api import fuse, fused_stack
 from ..data import Feed, FeedOptions, Preprocessing, find_images, make_feed, trained_labels
-from ..distributed import Processes, from_first
+from ..distributed import DistributedContext, broadcast_object
 from ..errors import MctfError
 from ..methods._layers import UntrainedWarning
 from ..models.loading import create, load_model
@@ -33,7 +33,7 @@ _MOST_WORKERS = 8
 OnDecoding = Callable[[int, int], None]
 
 
-def assemble(recipe: Recipe, processes: Processes, *, on_decoding: OnDecoding | None = None) -> Trainer:
+def assemble(recipe: Recipe, processes: DistributedContext, *, on_decoding: OnDecoding | None = None) -> Trainer:
     """A run at its first step. on_decoding: told while images are decoded into memory, how many of how many."""
     torch.manual_seed(recipe.seed)
     model: Any = load_student(recipe)
@@ -51,7 +51,7 @@ def assemble_around(
     model: nn.Module,
     feed: Feed,
     recipe: Recipe,
-    processes: Processes,
+    processes: DistributedContext,
     *,
     preprocessing: Preprocessing | None = None,
     knows_classes: bool = True,
@@ -101,7 +101,9 @@ def load_student(recipe: Recipe) -> nn.Module:
     return load_model(recipe.model, weights=recipe.weights, image_size=recipe.image_size, **options)
 
 
-def _feed(recipe: Recipe, preprocessing: Preprocessing, processes: Processes, on_decoding: OnDecoding | None) -> Feed:
+def _feed(
+    recipe: Recipe, preprocessing: Preprocessing, processes: DistributedContext, on_decoding: OnDecoding | None
+) -> Feed:
     options = FeedOptions(
         batch=recipe.batch,
         image_size=preprocessing.image_size,
@@ -124,11 +126,11 @@ def _feed(recipe: Recipe, preprocessing: Preprocessing, processes: Processes, on
         rank=processes.rank,
         world=processes.world,
         classes=recipe.classes,
-        progress=on_decoding if processes.first else None,
+        progress=on_decoding if processes.is_main else None,
     )
 
 
-def workers_of(recipe: Recipe, processes: Processes) -> int:
+def workers_of(recipe: Recipe, processes: DistributedContext) -> int:
     """As asked; else, beside a GPU, this process' part of the cores but one, and none beside a CPU that computes."""
     if recipe.workers is not None:
         return recipe.workers
@@ -138,7 +140,7 @@ def workers_of(recipe: Recipe, processes: Processes) -> int:
     return min(_MOST_WORKERS, max(0, (os.cpu_count() or 1) // neighbours - 1))
 
 
-def _teacher(recipe: Recipe, seen_by: Preprocessing, classes: int, processes: Processes) -> Teacher | None:
+def _teacher(recipe: Recipe, seen_by: Preprocessing, classes: int, processes: DistributedContext) -> Teacher | None:
     if recipe.teacher is None:
         return None
     model = load_model(recipe.teacher, weights=recipe.teacher_weights).to(processes.device)
@@ -190,14 +192,14 @@ RECIPE = "recipe.toml"
 
 
 def begin(
-    recipe: Recipe, processes: Processes, *, resume: bool = False, on_decoding: OnDecoding | None = None
+    recipe: Recipe, processes: DistributedContext, *, resume: bool = False, on_decoding: OnDecoding | None = None
 ) -> tuple[Trainer, list[str]]:
     """A run that is ready to go, and what to know of it. It has written its recipe into its folder.
 
     resume: go on from the last checkpoint in the recipe's folder, or start where there is none: a command under
     torchrun that always says so survives a restart. Without it, a folder with checkpoints is refused.
     """
-    found = from_first(bool(Checkpoints(recipe.output / "checkpoints").paths()))
+    found = broadcast_object(bool(Checkpoints(recipe.output / "checkpoints").paths()))
     if found and not resume:
         raise MctfError(f"{recipe.output} holds a run already: add --resume to go on, or name another --output")
     trainer = assemble(recipe, processes, on_decoding=on_decoding)
@@ -206,14 +208,14 @@ def begin(
         notes += trainer.resume()
     if trainer.step:
         notes.append(f"goes on after step {trainer.step} of {trainer.steps.total}")
-    if processes.first:
+    if processes.is_main:
         write_whole(recipe.output / RECIPE, recipe.as_toml().encode())
     return trainer, notes
 
 
 def carry_on(trainer: Trainer, on_step: OnStep) -> None:
     """All steps that are left, logged; see `Trainer.run` for how it may end before."""
-    logs = Logs(trainer.recipe.output, done=trainer.step) if trainer.processes.first else None
+    logs = Logs(trainer.recipe.output, done=trainer.step) if trainer.processes.is_main else None
     try:
         with interruptible() as interruption:
             trainer.run(interruption, logs, on_step)

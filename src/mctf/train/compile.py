@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hosts import find_host
-from ..methods.base import BlockOps, Method, Step, Turn
+from ..methods.base import BlockContext, BlockOps, BlockOutput, Method
 from ..stack import FusedStack
 
 _GRAPHS = 256  # blocks that differ in a number, as in their drop-path rate, are compiled one by one
@@ -26,8 +26,8 @@ class CompiledMethod:
         self._method = method
         self._run = torch.compile(method.run, backend=backend)
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, turn: Turn) -> Step:
-        return self._run(block, x, sizes, turn)
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        return self._run(block, x, sizes, ctx)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_method"], name)

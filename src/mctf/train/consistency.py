@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..api import fused_stack
-from ..core.schedule import Entry
+from ..core.schedule import Amount
 from ..errors import MctfError
 from .two_branch import Branch, run_branches
 
@@ -65,7 +65,7 @@ class Consistency:
         branch, lighter = run_branches(model, images, self.draw(model, generator))
         return self.losses(branch, lighter, labels)
 
-    def draw(self, model: nn.Module, generator: torch.Generator | None = None) -> tuple[Entry, ...]:
+    def draw(self, model: nn.Module, generator: torch.Generator | None = None) -> tuple[Amount, ...]:
         """r' of one step for every block of a fused model."""
         return draw_lighter(fused_stack(model).schedule, up_to=self.up_to, generator=generator)
 
@@ -88,21 +88,21 @@ def gated_distance(branch: Branch, lighter: Branch, labels: Tensor, *, confidenc
 
 
 def draw_lighter(
-    schedule: Sequence[Entry], *, up_to: int | None = None, generator: torch.Generator | None = None
-) -> tuple[Entry, ...]:
+    schedule: Sequence[Amount], *, up_to: int | None = None, generator: torch.Generator | None = None
+) -> tuple[Amount, ...]:
     """The tokens that leave each block when r' takes the place of r: uniform on 0 .. r (or 0 .. up_to).
 
     schedule: what leaves each block by r. Blocks that differ in it keep their proportion, rounded down; ratios are
     scaled by a uniform number from 0 to 1.
     """
     largest = max(schedule)
-    if all(isinstance(entry, int) for entry in schedule):
+    if all(isinstance(amount, int) for amount in schedule):
         most = int(largest if up_to is None else up_to)
         if not 0 <= most <= largest:
             raise MctfError(f"r' cannot go up to {most}: choose from 0 to {largest}, the r of the model")
         drawn = int(torch.randint(most + 1, (), generator=generator))
-        return tuple(int(entry * drawn // largest) if entry else 0 for entry in schedule)
+        return tuple(int(amount * drawn // largest) if amount else 0 for amount in schedule)
     if up_to is not None:
         raise MctfError("up_to counts tokens, but the model's r is a ratio: leave it out")
     share = float(torch.rand((), generator=generator))
-    return tuple(int(entry * share) if isinstance(entry, int) else entry * share for entry in schedule)
+    return tuple(int(amount * share) if isinstance(amount, int) else amount * share for amount in schedule)

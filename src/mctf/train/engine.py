@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ..core.schedule import Entry
+from ..core.schedule import Amount
 from ..data.feed import Feed
 from ..data.sampler import generator_for, seed_of
-from ..distributed import Processes, from_first, gather
+from ..distributed import DistributedContext, all_gather_object, broadcast_object
 from ..errors import MctfError
 from .checkpoint import Checkpoints, Snapshots, read
 from .config import Recipe
@@ -47,7 +47,7 @@ class Trainer:
     """
 
     recipe: Recipe
-    processes: Processes
+    processes: DistributedContext
     feed: Feed
     steps: Steps
     model: nn.Module
@@ -73,12 +73,12 @@ class Trainer:
             self._meters,
         )
         self._module: nn.Module = self.objective
-        if self.processes.together:
+        if self.processes.is_distributed:
             self._module = DistributedDataParallel(self.objective)
 
     def resume(self) -> tuple[str, ...]:
         """Go on from the newest whole checkpoint, if there is any; in words, which damaged ones were passed over."""
-        path, damaged = from_first(self.checkpoints.newest() if self.processes.first else None)
+        path, damaged = broadcast_object(self.checkpoints.newest() if self.processes.is_main else None)
         if path is not None:
             self.step = self._snapshots.put_back(read(path))
         return damaged
@@ -100,13 +100,13 @@ class Trainer:
                     self.save()
                 if signal:
                     raise StoppedError(signal, self.step)
-        late = max(gather(interruption.signal or 0))
+        late = max(all_gather_object(interruption.signal or 0))
         if late:
             raise StoppedError(late, self.step)
 
     def save(self) -> None:
         """Write a checkpoint, in the first process; the others need not wait."""
-        if self.processes.first:
+        if self.processes.is_main:
             self.checkpoints.save(self.step, self._snapshots.take(self.step))
 
     def _one_step(self, batches: Iterator[tuple[Tensor, Tensor]], interruption: Interruption) -> int:
@@ -140,7 +140,7 @@ class Trainer:
             return self._module.no_sync()
         return contextlib.nullcontext()
 
-    def _backward(self, images: Tensor, labels: Tensor, lighter: tuple[Entry, ...] | None) -> Losses:
+    def _backward(self, images: Tensor, labels: Tensor, lighter: tuple[Amount, ...] | None) -> Losses:
         if self.recipe.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         mixed = self.recipe.dtype == "bfloat16"

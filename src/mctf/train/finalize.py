@@ -10,7 +10,7 @@ from ..api import find_stack, unfuse
 from ..data import Batch, Batches, Preprocessing, find_images, trained_labels
 from ..data.dataset import share
 from ..evaluation.evaluate import Evaluation, Setting, evaluate
-from ..methods._layers import keep_aside, split_state, whole_state
+from ..methods._layers import full_state_dict, split_state_dict, stash_layers
 from .build import workers_of
 from .checkpoint import write_whole
 from .config import PLAIN
@@ -29,10 +29,10 @@ def finished_model(trainer: Trainer) -> nn.Module:
     """
     model = trainer.model if trainer.average is None else trainer.average.module
     if find_stack(model) is not None:
-        _, layers = split_state(model.state_dict())
+        _, layers = split_state_dict(model.state_dict())
         unfuse(model)
         if layers:
-            keep_aside(model, layers)
+            stash_layers(model, layers)
     return model.eval()
 
 
@@ -48,7 +48,7 @@ def write_weights(trainer: Trainer) -> Path:
 
 
 def _packed(model: nn.Module, facts: dict[str, str]) -> bytes:
-    tensors = {name: value.detach().cpu().contiguous() for name, value in whole_state(model).items()}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in full_state_dict(model).items()}
     return save(tensors, facts)
 
 

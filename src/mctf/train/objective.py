@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.schedule import Entry
+from ..core.schedule import Amount
 from .consistency import Consistency, Losses
 from .teachers import Distillation, Original
 from .two_branch import Branch, run_branch, run_branches
@@ -56,12 +56,12 @@ class Objective(nn.Module):
         self.extra = extra
         self.original = original
 
-    def draw(self, generator: torch.Generator) -> tuple[Entry, ...] | None:
+    def draw(self, generator: torch.Generator) -> tuple[Amount, ...] | None:
         """r' of one step, None where there is one branch only."""
         return None if self.consistency is None else self.consistency.draw(self.model, generator)
 
     def forward(
-        self, images: Tensor, labels: Tensor, lighter: tuple[Entry, ...] | None, taught: Tensor | None
+        self, images: Tensor, labels: Tensor, lighter: tuple[Amount, ...] | None, taught: Tensor | None
     ) -> Losses:
         """The loss of a batch; lighter: r', as `draw` gives it; taught: B K, the teacher's logits."""
         branches: tuple[Branch, ...]

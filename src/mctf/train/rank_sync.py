@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import Processes
+from ..distributed import DistributedContext
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Notice:
 class Watch:
     """One notice at a time: `post` after a step, `read` once afterwards."""
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: DistributedContext) -> None:
         self._processes = processes
         self._posted: tuple[int, _Landing] | None = None
 
     def post(self, step: int, *, signal: int, finite: Tensor) -> None:
         """finite: a scalar on the device, whether this process' loss and gradient are numbers."""
         notice = torch.stack([torch.full_like(finite, signal, dtype=torch.float32), 1.0 - finite.float()])
-        if self._processes.together:
+        if self._processes.is_distributed:
             dist.all_reduce(notice, dist.ReduceOp.MAX)
         self._posted = step, _Landing(notice)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..data import Preprocessing
 from ..errors import MctfError
-from .two_branch import Lesson, run_branch
+from .two_branch import TeacherOutput, run_branch
 
 
 class Original:
@@ -29,10 +29,10 @@ class Original:
         self.knows_classes = knows_classes
 
     @torch.no_grad()
-    def __call__(self, images: Tensor) -> Lesson:
+    def __call__(self, images: Tensor) -> TeacherOutput:
         """What it says of images B 3 H W."""
         branch = run_branch(self.model, images)
-        return Lesson(branch.tokens, branch.logits if self.knows_classes else None)
+        return TeacherOutput(branch.tokens, branch.logits if self.knows_classes else None)
 
 
 # MERGED from mctf.train.teachers:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from ..api import find_stack, fused_stack
 from ..core.schedule import ReductionSpec
-from ..methods.base import Step
+from ..methods.base import BlockOutput
 from ..stack import FusedStack
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TeacherOutput:
     """What the model said of a batch before it was trained.
 
     tokens: B N C after the final norm. logits: B K, None where its classifier did not know the classes.
@@ -48,7 +48,7 @@ class Branch:
     features: Tensor
     tokens: Tensor | None = None
     carries: tuple[Any, ...] = ()
-    lesson: Lesson | None = None
+    lesson: TeacherOutput | None = None
 
 
 def run_branch(model: nn.Module, images: Tensor) -> Branch:
@@ -86,15 +86,15 @@ class _Passes:
         self._seen: list[list[Any]] = []
 
     @torch.compiler.disable
-    def record(self, index: int, x: Tensor, step: Step) -> None:
+    def record(self, index: int, x: Tensor, step: BlockOutput) -> None:
         if threading.get_ident() != self._thread:
             return
         if index == 0:
             self._seen.append([])
-        self._seen[-1].append(step.carry)
+        self._seen[-1].append(step.method_state)
 
     def of(self, index: int) -> tuple[Any, ...]:
-        """One entry a block; empty for a model that is not fused."""
+        """One amount a block; empty for a model that is not fused."""
         return tuple(self._seen[index]) if self._seen else ()
 
 
@@ -104,7 +104,7 @@ def _watching(model: nn.Module) -> Iterator[_Passes]:
     if stack is None:
         yield passes
         return
-    with stack.watched_by(passes):
+    with stack.observed_by(passes):
         yield passes
 
 

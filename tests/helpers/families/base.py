@@ -86,8 +86,8 @@ class Family:
     def through_blocks(self, model: Any, tokens: Tensor, *, equal: int) -> Tensor:
         """All blocks on given tokens, B N C -> B N C or B M C.
 
-        After the prefix tokens come runs of `equal` identical ones. A block that asks for places is told that the
-        tokens of a run are at one place.
+        After the prefix tokens come runs of `equal` identical ones. A block that asks for positions is told that the
+        tokens of a run are at one position.
         """
         return self.container(model)(tokens)
 
@@ -117,16 +117,16 @@ class Family:
 
 
 def places_of_runs(tokens: int, equal: int, *, prefix: int) -> Tensor:
-    """A place for each token, the same for a run of `equal` neighbours after the prefix tokens: N."""
+    """A position for each token, the same for a run of `equal` neighbours after the prefix tokens: N."""
     return torch.cat([torch.arange(prefix), prefix + torch.arange(tokens - prefix) // equal])
 
 
 @contextmanager
-def asked_for(places: Tensor, method: str, modules: list[nn.Module]) -> Iterator[None]:
-    """Within, modules that give a bias for every pair of places (… N N) give that of tokens at these places."""
+def asked_for(positions: Tensor, method: str, modules: list[nn.Module]) -> Iterator[None]:
+    """Within, modules that give a bias for every pair of positions (… N N) give that of tokens at these positions."""
 
     def at_places(every: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        return lambda: every()[..., places, :][..., places]
+        return lambda: every()[..., positions, :][..., positions]
 
     with ExitStack() as replaced:
         for module in modules:

@@ -178,9 +178,9 @@ class Hf(Family):
             angles = angles[:, :8].repeat(1, 2).repeat_interleave(equal, dim=0).to(tokens.dtype)
             given["position_embeddings"] = angles.cos(), angles.sin()
         if kind.__name__ == "BeitLayer":
-            places = torch.cat([torch.zeros(1, dtype=torch.long), 1 + torch.arange(48) // equal])
+            positions = torch.cat([torch.zeros(1, dtype=torch.long), 1 + torch.arange(48) // equal])
             for part in bias_tables(model):
-                pairs = beit_pairs(part)[:, places][:, :, places][None]
+                pairs = beit_pairs(part)[:, positions][:, :, positions][None]
                 part.forward = lambda *_, pairs=pairs, **__: pairs
             given["resolution"] = (48, 64)
             shared = getattr(self.tower(model), "shared_position_bias", None)

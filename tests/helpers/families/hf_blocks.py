@@ -1,6 +1,6 @@
 """The layers of transformers for the slow reference, on their own modules.
 
-Axes: H heads, N tokens, P places of the input, d channels a head.
+Axes: H heads, N tokens, P positions of the input, d channels a head.
 """
 
 from typing import Any
@@ -89,7 +89,7 @@ class Biased(Layer):
 
 
 def beit_pairs(bias: Any) -> Tensor:
-    """The bias of each pair of places, the class token and then an 8 by 8 grid: H P P.
+    """The bias of each pair of positions, the class token and then an 8 by 8 grid: H P P.
 
     The table lists displacements row by row, then class to patch, patch to class, and class to itself.
     """

@@ -49,17 +49,17 @@ class TimmBeit(Family):
         return [PreNorm(block, shared) for block in model.blocks]
 
     def through_blocks(self, model: Beit, tokens: Tensor, *, equal: int) -> Tensor:
-        places = places_of_runs(tokens.shape[1], equal, prefix=1)
+        positions = places_of_runs(tokens.shape[1], equal, prefix=1)
         own = [block.attn for block in model.blocks if block.attn.relative_position_bias_table is not None]
-        shared = None if model.rel_pos_bias is None else model.rel_pos_bias()[:, places][..., places]
-        with asked_for(places, "_get_rel_pos_bias", own):
+        shared = None if model.rel_pos_bias is None else model.rel_pos_bias()[:, positions][..., positions]
+        with asked_for(positions, "_get_rel_pos_bias", own):
             for block in model.blocks:
                 tokens = block(tokens, shared_rel_pos_bias=shared)
         return tokens
 
 
 def pairs_of(part: Any) -> Tensor:
-    """The bias of every pair of places: H N N."""
+    """The bias of every pair of positions: H N N."""
     return part.relative_position_bias_table[part.relative_position_index].permute(2, 0, 1)
 
 

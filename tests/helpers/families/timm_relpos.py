@@ -44,9 +44,9 @@ class TimmRelPos(Family):
         return [kind(block, (shared or block.attn.rel_pos).get_bias()[0]) for block in model.blocks]
 
     def through_blocks(self, model: VisionTransformerRelPos, tokens: Tensor, *, equal: int) -> Tensor:
-        places = places_of_runs(tokens.shape[1], equal, prefix=model.num_prefix_tokens)
+        positions = places_of_runs(tokens.shape[1], equal, prefix=model.num_prefix_tokens)
         makers = [model.shared_rel_pos, *(block.attn.rel_pos for block in model.blocks.children())]
-        with asked_for(places, "get_bias", [maker for maker in makers if maker is not None]):
+        with asked_for(positions, "get_bias", [maker for maker in makers if maker is not None]):
             shared = None if model.shared_rel_pos is None else model.shared_rel_pos.get_bias()
             for block in model.blocks:
                 tokens = block(tokens, shared_rel_pos=shared)
@@ -54,7 +54,7 @@ class TimmRelPos(Family):
 
 
 class PreNorm(timm_vit.PreNorm):
-    """RelPosBlock; every: the bias of every pair of places, H N N."""
+    """RelPosBlock; every: the bias of every pair of positions, H N N."""
 
     def __init__(self, block: Any, every: Tensor) -> None:
         super().__init__(block)

@@ -65,7 +65,7 @@ def _score(product, alpha_length, beta_length, alpha_isolation, beta_isolation, 
 
 
 @triton.jit
-def attraction(
+def pair_scores(
     x, lengths, alpha_info, beta_info, sizes, alpha_tokens, beta_tokens, is_alpha, is_beta,
     channels, tau_sim, tau_info, tau_size, x_n,
     HAS_SIZES: tl.constexpr, POWER: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
@@ -141,14 +141,14 @@ def matching_kernel(
     alpha_tokens, beta_tokens = side_tokens(places, protected, False), side_tokens(places, protected, True)
     is_alpha, is_beta = alpha_tokens < tokens, beta_tokens < tokens
 
-    # 1. informativeness, and attraction of every pair
+    # 1. informativeness, and pair_scores of every pair
     received += image * PARTS * tokens
     informativeness += image * tokens
     alpha_info = total_received(received, tokens, alpha_tokens, is_alpha, PARTS)
     beta_info = total_received(received, tokens, beta_tokens, is_beta, PARTS)
     tl.store(informativeness + alpha_tokens, alpha_info, mask=is_alpha)
     tl.store(informativeness + beta_tokens, beta_info, mask=is_beta)
-    scores = attraction(
+    scores = pair_scores(
         x + image * x_b, lengths + image * tokens, alpha_info, beta_info, sizes + image * tokens,
         alpha_tokens, beta_tokens, is_alpha, is_beta, channels, tau_sim, tau_info, tau_size, x_n,
         HAS_SIZES, POWER, SIDE, SIDE, CHUNK, PRECISION,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ._common import single
-from .matching import attraction, best, side_tokens, total_received
+from .matching import best, pair_scores, side_tokens, total_received
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def scores_kernel(
     is_alpha, is_beta = alpha_places < alphas, beta_places < betas
     alpha_tokens, beta_tokens = side_tokens(alpha_places, protected, False), side_tokens(beta_places, protected, True)
     informativeness += image * tokens
-    score = attraction(
+    score = pair_scores(
         x + image * x_b, lengths + image * tokens,
         total_received(informativeness, tokens, alpha_tokens, is_alpha, 1),
         total_received(informativeness, tokens, beta_tokens, is_beta, 1),
