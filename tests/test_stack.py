@@ -62,13 +62,18 @@ def test_what_a_caller_does_to_the_tokens_between_two_blocks_counts() -> None:
     torch.testing.assert_close(without_gradient, changed_on_the_way().detach())  # pooled another way
 
 
-def test_an_index_gives_the_block_itself() -> None:
+def test_an_index_reads_the_block_and_refuses_to_call_it() -> None:
     model = make("plain")
     blocks = list(model.blocks)
     mctf.fuse(model, r=8)
     assert len(model.blocks) == 4
-    assert [model.blocks[index] for index in range(4)] == blocks
-    assert model.blocks[-1] is blocks[-1]
+    for index in (*range(4), -1):
+        assert isinstance(model.blocks[index], type(blocks[0]))
+        assert model.blocks[index].attn is blocks[index].attn
+    model.blocks[2].drop_path1 = torch.nn.Identity()
+    assert blocks[2].drop_path1 is model.blocks[2].drop_path1
+    with pytest.raises(mctf.MctfError, match=r"block 3 of a fused stack cannot be called alone.*mctf\.unfuse"):
+        model.blocks[-1](draw_tokens())
     assert list(model.blocks.children()) == blocks
     assert model.get_submodule("blocks.2.attn") is blocks[2].attn
     with pytest.raises(IndexError):

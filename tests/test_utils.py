@@ -2,17 +2,17 @@
 
 import pytest
 
-from mctf._utils import counted, format_blocks, listed
+from mctf._utils import format_blocks, format_counts, plural
 from mctf.evaluation.setup import title_of
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 images"), (1, "1 image"), (2, "2 images"), (11, "11 images")])
 def test_one_is_not_many(number: int, words: str) -> None:
-    assert counted(number, "image") == words
+    assert plural(number, "image") == words
 
 
 def test_a_plural_of_its_own() -> None:
-    assert [counted(number, "class", "classes") for number in (1, 3)] == ["1 class", "3 classes"]
+    assert [plural(number, "class", "classes") for number in (1, 3)] == ["1 class", "3 classes"]
 
 
 def test_the_title_of_a_measurement_speaks_of_one_image() -> None:
@@ -43,4 +43,4 @@ def test_names_of_blocks(blocks: list[int], words: str) -> None:
     ],
 )
 def test_many_equal_numbers_at_the_end_are_said_once(numbers: list[int], words: str) -> None:
-    assert listed(numbers) == words
+    assert format_counts(numbers) == words

@@ -1,20 +1,22 @@
-"""Numbers as people say them."""
+"""Small helpers that every room may use: counts in sentences, sizes as typed, files written whole."""
 
 import os
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
+from types import ModuleType
 
 from .errors import MctfError
 
 
-def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """As in "1 image" or "12 images"; plural where an s does not make it."""
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+def plural(number: int, noun: str, many: str | None = None) -> str:
+    """ "1 image" or "12 images"; `many` where an s does not make the plural."""
+    return f"{number} {noun if number == 1 else many or noun + 's'}"
 
 
 def format_blocks(blocks: Sequence[int]) -> str:
-    """block 3, blocks 3 to 6, or blocks 3, 6, 9."""
+    """Block numbers in a sentence: "block 3", "blocks 3 to 6" or "blocks 3, 6, 9"."""
     first, last = blocks[0], blocks[-1]
     if first == last:
         return f"block {first}"
@@ -23,21 +25,51 @@ def format_blocks(blocks: Sequence[int]) -> str:
     return f"blocks {', '.join(map(str, blocks))}"
 
 
-def listed(numbers: Sequence[int]) -> str:
-    """As in "78, 39, 19, then 0": many equal numbers at the end are said once, and so is what all of them are."""
+def format_counts(numbers: Sequence[int]) -> str:
+    """ "78, 39, 19, then 0": a run of equal numbers at the end is written once."""
     words = [str(number) for number in numbers]
-    alike = len(list(takewhile(lambda word: word == words[-1], reversed(words))))
-    if alike == len(words):
+    run = len(list(takewhile(lambda word: word == words[-1], reversed(words))))
+    if run == len(words):
         return words[-1]
-    return ", ".join(words if alike < 3 else [*words[:-alike], f"then {words[-1]}"])
+    return ", ".join(words if run < 3 else [*words[:-run], f"then {words[-1]}"])
 
 
-# MERGED from mctf._utils:
-# Files that are complete or not there at all.
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its class where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write under a temporary name beside it, then rename: nobody ever sees half a file."""
+def optional_import(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Import a package that belongs to an extra; raises MctfError with the install line where it is missing.
+
+    purpose: the subject of the sentence, as in "plots".
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
+            raise
+        package = module.split(".")[0]
+        raise MctfError(f"{purpose} need {package}, which is not installed: pip install 'mctf[{extra}]'") from None
+
+
+def parse_image_size(value: object) -> tuple[int, int]:
+    """Height and width from 384, "384", "384x512" or a pair; raises MctfError for anything else."""
+    parts = (
+        value.lower().split("x") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
+    )
+    try:
+        sides = [int(str(part)) for part in parts if not isinstance(part, (bool, float))]
+    except (TypeError, ValueError):
+        sides = []
+    if len(sides) != len(parts) or len(sides) not in (1, 2) or min(sides) < 1:
+        raise MctfError(f"image size {value!r} is not a size: write 384 or 384x512 (height x width)")
+    return sides[0], sides[-1]
+
+
+def atomic_write(path: Path, content: bytes) -> None:
+    """Write under a temporary name in the same folder, then rename: a reader never sees half a file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)

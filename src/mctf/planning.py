@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from ._utils import format_blocks, listed
+from ._utils import format_blocks, format_counts
 from .core.flops import Cost
 from .core.schedule import Amount, Reduction, ReductionSpec, make_schedule, read_blocks, reductions
 from .errors import MctfError
@@ -65,7 +65,9 @@ class Plan:
         """A line where r had to be capped in some blocks, and one where images decide."""
         notes = [DEPENDS] if self.adaptive else []
         if capped := self.capped:
-            asked, taken = (listed([getattr(self.reductions[i], kind) for i in capped]) for kind in ("asked", "taken"))
+            asked, taken = (
+                format_counts([getattr(self.reductions[i], kind) for i in capped]) for kind in ("asked", "taken")
+            )
             notes.insert(0, f"{format_blocks(capped)}: r={asked} capped to {taken} for want of tokens")
         return notes
 

@@ -1,26 +1,34 @@
-"""What a fused stack knows of those around it: the model it serves, and whoever watches."""
+"""The seam: a host's stack of blocks, run under one method.
+
+A FusedStack takes the place of the host's container (timm: `model.blocks`). It holds the *same* block modules under the
+*same* names, so the state_dict does not change and the rest of the host's code runs as before. All state of a forward
+pass lives in local variables or in one `Run`: two threads can share a model.
+
+Hosts use their container in two ways:
+
+- *Calling* it runs all blocks. The fused tokens come out, or one token per input token if the host's head reads them
+  all or the user asked for `dense=True`.
+- *Iterating* over it (feature maps, gradient checkpointing, Hugging Face encoders) yields blocks bound to one fresh
+  run. As the caller may keep what each block returns, a bound block takes and returns one token per input token and
+  fuses only inside. Without gradient, a block that is given what the block before it returned continues with the fused
+  tokens behind it, so that a compiled loop never unpools them.
+
+Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
+"""
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 
-from .core.positions import TokenPositions
-from .methods.base import BlockOps
-
-if TYPE_CHECKING:
-    pass
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from .core.positions import positions_after
+from .core.positions import TokenPositions, positions_after
 from .core.schedule import Amount, ReductionSpec, make_schedule, reductions, stage_of
 from .core.selection import fill_padding
 from .errors import MctfError
-from .methods.base import BlockContext, BlockOutput, Method
+from .methods.base import BlockContext, BlockOps, BlockOutput, Method
 
 
 class StackHost(Protocol):
@@ -29,7 +37,7 @@ class StackHost(Protocol):
     @property
     @abstractmethod
     def protected(self) -> int:
-        """How many leading tokens (class, distillation, registers) must survive in position."""
+        """Number of leading tokens (class, distillation, registers) that must survive in place."""
 
     @property
     @abstractmethod
@@ -39,11 +47,11 @@ class StackHost(Protocol):
     @property
     @abstractmethod
     def uses_positions(self) -> bool:
-        """Whether the blocks ask where their tokens are: rotary tables, relative position biases."""
+        """Whether the blocks need the positions of their tokens: rotary tables, relative position biases."""
 
     @abstractmethod
     def arguments(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        """What a block is called with beside the tokens; raises MctfError for what fused tokens cannot follow."""
+        """Block arguments beside the tokens, by name; raises MctfError for those that fused tokens cannot follow."""
 
     @abstractmethod
     def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> BlockOps:
@@ -55,23 +63,18 @@ class StackHost(Protocol):
 
 
 class Observer(Protocol):
-    """Somebody who is told what every block does."""
+    """Gets the output of every block."""
 
-    def record(self, index: int, x: Tensor, step: BlockOutput) -> None:
-        """Block `index` was given x. Called in the thread of the pass, which need not be the observer's."""
-
-
-# MERGED from mctf.stack:
-# The state of a forward pass between two blocks.
-#
-# Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
+    def record(self, index: int, x: Tensor, output: BlockOutput) -> None:
+        """Block `index` ran on x. Called in the thread of the forward pass, which need not be the observer's."""
 
 
 @dataclass(frozen=True)
 class State:
     """What one block hands to the next beside the tokens.
 
-    sizes: B M, None while all are 1. positions: what the tokens cover, None while nothing was fused or nobody asks.
+    sizes: B M, None while all are 1.
+    positions: the input tokens that each token covers; None while nothing was fused or nothing reads them.
     method_state: the method's own.
     """
 
@@ -79,94 +82,23 @@ class State:
     positions: TokenPositions | None = None
     method_state: Any = None
 
-    def after(self, step: BlockOutput, *, shares: bool) -> "State":
-        """The state after one more block; shares: whether anybody asks for the share of each position in a token."""
-        if step.assignment is None:
-            return State(step.sizes, self.positions, step.method_state)
-        weights = step.weights if shares else None
-        return State(step.sizes, positions_after(self.positions, step.assignment, weights), step.method_state)
+    def after(self, output: BlockOutput, *, shares: bool) -> "State":
+        """The state after one more block. shares: keep the share of each input token in its fused token."""
+        if output.assignment is None:
+            return State(output.sizes, self.positions, output.method_state)
+        positions = positions_after(self.positions, output.assignment, output.weights if shares else None)
+        return State(output.sizes, positions, output.method_state)
 
     def unpool(self, x: Tensor) -> Tensor:
         """One token per input token: B M C -> B N C."""
         return x if self.positions is None else self.positions.source.unpool(x)
 
 
-# MERGED from mctf.stack:
-# The blocks of a fused stack one by one, for callers that loop over them.
-#
-# As the caller may keep what each block returns, a bound block takes and gives one token per input token. Without
-# gradient, a block that is given what the block before it returned goes on with the fused tokens behind it: a compiled
-# loop never spreads them.
-#
-# Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
-
-
-class Run:
-    """The states between the blocks of one iteration; kept per block so that recomputation finds its own.
-
-    given: what the last block gave, and the fused tokens behind it.
-    """
-
-    def __init__(self, stack: "FusedStack") -> None:
-        self.stack = stack
-        self.states: dict[int, State] = {0: State()}
-        self.given: tuple[Tensor, Tensor] | None = None
-
-    def fused(self, x: Tensor, state: State) -> Tensor:
-        """The fused tokens behind x (B N C): B M C."""
-        if state.positions is None:
-            return x
-        if self.given is not None and self.given[0] is x:  # nobody changes tokens in position between blocks
-            return self.given[1]
-        return state.positions.source.first_of_slot(x)
-
-
-class BoundBlock:
-    """One block of an iterated stack: callable like the block, readable like the block."""
-
-    def __init__(self, run: Run, index: int, block: nn.Module) -> None:
-        object.__setattr__(self, "_bound", (run, index, block))
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """B N C -> B N C: fuses inside, gives each input token the value of its fused token."""
-        run, index, _ = self._bound
-        host = run.stack.host
-        arguments = host.arguments(*args, **kwargs)
-        if index not in run.states:
-            raise MctfError(f"block {index} of a fused stack was called before block {index - 1}: call them in order")
-        state = run.states[index]
-        tokens = run.fused(x, state)
-        step = run.stack.run_block(index, tokens, state=state, arguments=arguments, initial=x.shape[1])
-        if index + 1 not in run.states:  # gradient checkpointing calls again, from the last block to the first
-            run.stack.notify(index, tokens, step)
-        state = state.after(step, shares=host.uses_positions)
-        run.states[index + 1] = state
-        spread = state.unpool(step.x)
-        if index + 1 == len(run.stack):
-            finished = run.stack.method.restore_tokens(step.x, state.method_state)
-            spread = spread if finished is None else finished
-        # with gradient a checkpointed block must depend on nothing but what it is given
-        run.given = None if spread.requires_grad else (spread, step.x)
-        return spread
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._bound[2], name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._bound[2], name, value)
-
-
-# MERGED from mctf.stack:
-# All blocks of a host, called as one.
-#
-# Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
-
-
 class FusedStack(nn.Module):
-    """The host's blocks, fused by `method` with `schedule[i]` tokens leaving block i.
+    """The host's blocks, reduced by `method` with `schedule[i]` tokens in block i.
 
-    dense: spread the fused tokens back to one per input token whatever the host's head reads.
-    layers: the method's own, by block number; they are registered elsewhere in the model.
+    dense: return one token per input token whatever the host's head reads.
+    layers: the method's learned layers, by block number; they are registered elsewhere in the model.
     """
 
     def __init__(
@@ -197,18 +129,24 @@ class FusedStack(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleDict | None:
-        """The method's own."""
+        """The method's learned layers."""
         return self._layers[0]
 
     def set_r(self, r: ReductionSpec) -> None:
-        """Change how many tokens leave; takes effect with the next forward pass."""
-        default_blocks = self.method.default_blocks(len(self))
-        blocks = None if isinstance(r, (list, tuple)) else self.blocks  # a list speaks of every block itself
-        self.schedule = make_schedule(r, depth=len(self), blocks=blocks, default_blocks=default_blocks)
+        """Change the schedule; takes effect with the next forward pass."""
+        self.schedule = self.make_schedule(r)
         self.r = r
 
+    def make_schedule(self, r: ReductionSpec) -> tuple[Amount, ...]:
+        """One amount per block from r and the blocks that this model was fused with."""
+        default_blocks = self.method.default_blocks(len(self))
+        per_block = isinstance(r, Sequence) and not isinstance(r, str)  # it names every block itself
+        return make_schedule(
+            r, depth=len(self), blocks=None if per_block else self.blocks, default_blocks=default_blocks
+        )
+
     def fuses(self) -> bool:
-        """Whether any block is to fuse anything."""
+        """Whether any block reduces its tokens."""
         return any(self.schedule)
 
     def restored(self) -> nn.Module:
@@ -218,86 +156,95 @@ class FusedStack(nn.Module):
         container.training = self.training
         return container
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """All blocks: B N C -> B M C, or B N C where somebody reads every token."""
+    def forward(self, x: Tensor, *args: Any, schedule: Sequence[Amount] | None = None, **kwargs: Any) -> Tensor:
+        """All blocks: B N C -> B M C, or B N C where every token is read.
+
+        schedule: one amount per block for this pass alone, in place of the stack's own.
+        """
+        schedule = self.schedule if schedule is None else schedule
         arguments = self.host.arguments(*args, **kwargs)
-        spread, shares = self.dense or self.host.reads_every_token, self.host.uses_positions
+        unpool, shares = self.dense or self.host.reads_every_token, self.host.uses_positions
         state, initial = State(), x.shape[1]
         for index in range(len(self)):
-            step = self.run_block(index, x, state=state, arguments=arguments, initial=initial)
-            self.notify(index, x, step)
-            x = step.x
-            state = (
-                state.after(step, shares=shares)
-                if spread or shares
-                else State(step.sizes, method_state=step.method_state)
-            )
-        finished = self.method.restore_tokens(x, state.method_state)
-        if finished is not None:
-            return finished
-        if spread:
+            output = self.run_block(index, x, state=state, arguments=arguments, initial=initial, schedule=schedule)
+            self.notify(index, x, output)
+            x = output.x
+            if unpool or shares:
+                state = state.after(output, shares=shares)
+            else:
+                state = State(output.sizes, method_state=output.method_state)
+        restored = self.method.restore_tokens(x, state.method_state)
+        if restored is not None:
+            return restored
+        if unpool:
             return state.unpool(x)
         return fill_padding(x, state.sizes) if self.method.adaptive else x
 
     def run_block(
-        self, index: int, x: Tensor, *, state: State, arguments: Mapping[str, Any], initial: int
+        self,
+        index: int,
+        x: Tensor,
+        *,
+        state: State,
+        arguments: Mapping[str, Any],
+        initial: int,
+        schedule: Sequence[Amount],
     ) -> BlockOutput:
         """Block `index` on x (B M C), in a pass that began with `initial` tokens."""
-        block = self.host.ops(self[index], arguments, state.positions)
+        amount, protected = schedule[index], self.host.protected
+        if self.training and self.method.masks_in_training:
+            r = reductions(schedule, initial, protected=protected, method=self.method)[index].num_reduced
+        else:
+            stage = stage_of(schedule, index)
+            r = self.method.num_reduced(amount, x.shape[1], protected=protected, initial=initial, stage=stage)
+        layers = self.layers
         ctx = BlockContext(
-            r=self._leaving(index, x.shape[1], initial),
-            protected=self.host.protected,
+            r=r,
+            protected=protected,
             index=index,
             depth=len(self),
             method_state=state.method_state,
-            layers=self._own_layers(index),
+            layers=layers[str(index)] if layers is not None and str(index) in layers else None,
             training=self.training,
-            next_reduces=any(self.schedule[index + 1 : index + 2]),
-            amount=self.schedule[index],
+            next_reduces=any(schedule[index + 1 : index + 2]),
+            amount=amount,
         )
+        block = self.host.ops(self.block_modules()[index], arguments, state.positions)
         return self.method.run(block, x, state.sizes, ctx)
-
-    def _leaving(self, index: int, tokens: int, initial: int) -> int:
-        """How many of `tokens` leave a block."""
-        protected = self.host.protected
-        if self.training and self.method.masks_in_training:
-            return reductions(self.schedule, initial, protected=protected, method=self.method)[index].num_reduced
-        stage = stage_of(self.schedule, index)
-        return self.method.num_reduced(self.schedule[index], tokens, protected=protected, initial=initial, stage=stage)
-
-    def _own_layers(self, index: int) -> nn.Module | None:
-        return self.layers[str(index)] if self.layers is not None and str(index) in self.layers else None
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
-        """While open, the observer is told of every block of every pass, of other threads' as well."""
+        """While open, the observer gets the output of every block of every pass, in whatever thread it runs."""
         self._observers.append(observer)
         try:
             yield
         finally:
             self._observers.remove(observer)
 
-    def notify(self, index: int, x: Tensor, step: BlockOutput) -> None:
-        """Say that block `index` was given x and took this step."""
-        for observer in tuple(self._observers):  # another thread's may come or go meanwhile
-            observer.record(index, x, step)
+    def notify(self, index: int, x: Tensor, output: BlockOutput) -> None:
+        """Tell the observers what block `index` made of x."""
+        for observer in tuple(self._observers):  # another thread may add or remove its own meanwhile
+            observer.record(index, x, output)
+
+    def block_modules(self) -> list[Any]:
+        """The host's own blocks."""
+        return list(self._modules.values())
 
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __iter__(self) -> Iterator[BoundBlock]:
+    def __iter__(self) -> Iterator["BoundBlock"]:
         run = Run(self)
-        return iter([self.bound_block(run, index, self[index]) for index in range(len(self))])
+        return iter([self.bound_block(run, index, block) for index, block in enumerate(self.block_modules())])
 
     def __getitem__(self, index: int | slice) -> Any:
-        """A block itself, or the first few blocks as a fused stack of their own."""
-        blocks = list(self.children())
+        """One block to read (calling it alone is refused), or the first few blocks as a fused stack."""
         if isinstance(index, int):
-            return blocks[index]
+            return IndexedBlock(index % len(self), self.block_modules()[index])
         start, stop, stride = index.indices(len(self))
         if start != 0 or stride != 1:
             raise MctfError("a fused stack can only be sliced from its first block on: run mctf.unfuse(model) first")
-        container, r = nn.Sequential(*blocks[:stop]), self.schedule[:stop]
+        container, r = nn.Sequential(*self.block_modules()[:stop]), self.schedule[:stop]
         first = FusedStack(container, self.host, self.method, r=r, blocks=None, dense=self.dense)
         first._layers = self._layers
         first.training = self.training
@@ -308,3 +255,84 @@ class FusedStack(nn.Module):
 
     def extra_repr(self) -> str:
         return f"method={self.method}, r={self.r!r}, blocks={self.blocks}, dense={self.dense}"
+
+
+class Run:
+    """The states between the blocks of one iteration; kept per block so that recomputation finds its own.
+
+    last: what the last block returned, and the fused tokens behind it.
+    """
+
+    def __init__(self, stack: FusedStack) -> None:
+        self.stack = stack
+        self.schedule = stack.schedule
+        self.states: dict[int, State] = {0: State()}
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def fused(self, x: Tensor, state: State) -> Tensor:
+        """The fused tokens behind x (B N C): B M C."""
+        if state.positions is None:
+            return x
+        if self.last is not None and self.last[0] is x:  # hosts do not change tokens in place between blocks
+            return self.last[1]
+        return state.positions.source.first_of_slot(x)
+
+
+class _BlockProxy:
+    """Reads and writes the attributes of a block."""
+
+    def __init__(self, index: int, block: nn.Module) -> None:
+        object.__setattr__(self, "_index", index)
+        object.__setattr__(self, "_block", block)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_block"), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._block, name, value)
+
+
+class IndexedBlock(_BlockProxy):
+    """`model.blocks[i]` of a fused model: readable like the block, an instance of its class, not callable alone."""
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[misc]
+        return type(self._block)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise MctfError(
+            f"block {self._index} of a fused stack cannot be called alone, as it needs the sizes of the fused tokens: "
+            "iterate over the blocks from the first on, or run mctf.unfuse(model)"
+        )
+
+
+class BoundBlock(_BlockProxy):
+    """One block of an iterated stack: callable like the block, readable like the block."""
+
+    def __init__(self, run: Run, index: int, block: nn.Module) -> None:
+        super().__init__(index, block)
+        object.__setattr__(self, "_run", run)
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """B N C -> B N C: fuses inside, returns for each input token the value of its fused token."""
+        run, index = self._run, self._index
+        stack = run.stack
+        arguments = stack.host.arguments(*args, **kwargs)
+        if index not in run.states:
+            raise MctfError(f"block {index} of a fused stack was called before block {index - 1}: call them in order")
+        state = run.states[index]
+        tokens = run.fused(x, state)
+        output = stack.run_block(
+            index, tokens, state=state, arguments=arguments, initial=x.shape[1], schedule=run.schedule
+        )
+        if index + 1 not in run.states:  # gradient checkpointing calls again, from the last block to the first
+            stack.notify(index, tokens, output)
+        state = state.after(output, shares=stack.host.uses_positions)
+        run.states[index + 1] = state
+        result = state.unpool(output.x)
+        if index + 1 == len(stack):
+            restored = stack.method.restore_tokens(output.x, state.method_state)
+            result = result if restored is None else restored
+        # with gradient a checkpointed block must depend on nothing but what it is given
+        run.last = None if result.requires_grad else (result, output.x)
+        return result

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._utils import counted
+from .._utils import plural
 from ..errors import MctfError
 from ..evaluation.setup import Measuring, measuring_options, title_of
 from .options import FILE, parse_names
@@ -57,7 +57,7 @@ def command(methods: str, targets: str, plot: Path | None, output: Path | None, 
     if plot is not None:
         from ..viz.plots import draw, panels, write_plot
 
-        write_plot(draw(panels(outcome), title=f"{facts['model']}, {counted(facts['images'], 'image')}"), plot)
+        write_plot(draw(panels(outcome), title=f"{facts['model']}, {plural(facts['images'], 'image')}"), plot)
     if as_json:
         return
     from .tables import print_outcome

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .._utils import counted
+from .._utils import plural
 from ..models.loading import RANDOM, load_or_random
 from .options import FILE, device_option, json_option, method_option, parse_reduction, reduction_option
 from .output import check_folder, give_json, say_nothing
@@ -108,7 +108,7 @@ def _draw(demonstration: "Demonstration", folder: Path) -> Path:
 
 def _weights_text(source: str, *, classes: int) -> str:
     if source != RANDOM:
-        return f"weights: {source}" + (f", {counted(classes, 'class', 'classes')}" if classes else "")
+        return f"weights: {source}" + (f", {plural(classes, 'class', 'classes')}" if classes else "")
     return (
         "weights: RANDOM. Pretrained ones are not in the cache and cannot be fetched from here, so the answers mean\n"
         "nothing; cost, speed and picture do. With --weights FILE the answers are real."
@@ -121,7 +121,7 @@ def _speed_text(speed: "Speed") -> str:
     lines = [
         f"speed: {speed.fused_images_per_second:.1f} images/s fused, {speed.plain_images_per_second:.1f} plain: "
         f"{speed.speedup:.2f} times as fast",
-        f"  medians over {counted(speed.rounds, 'round')} in turns, of both and of their ratio (middle half within "
+        f"  medians over {plural(speed.rounds, 'round')} in turns, of both and of their ratio (middle half within "
         f"{speed.spread:.0%}), batch {speed.batch}, {speed.dtype}, {speed.device}",
     ]
     if speed.spread > STEADY:
@@ -140,7 +140,7 @@ def _fidelity_text(fidelity: "Fidelity", answers: list["Answer"], *, images: int
     parts = [f"class-token cosine {fidelity.class_cosine:.4f}"]
     if fidelity.kl is not None:
         parts = [f"same first answer for {fidelity.agreement:.0f} %", f"KL {fidelity.kl:.4f}", *parts]
-    lines = [f"fidelity to the plain model on {counted(images, 'photograph')}: {', '.join(parts)}"]
+    lines = [f"fidelity to the plain model on {plural(images, 'photograph')}: {', '.join(parts)}"]
     if not trained:
         return f"{lines[0]}\n  of random weights: this says nothing about a trained model"
     for answer in answers:

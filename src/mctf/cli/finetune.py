@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._utils import counted
+from .._utils import plural
 from ..errors import MctfError
 from ..train.config import Recipe, read_recipe, read_toml, switch
 from .options import json_option, options_option, parse_options
@@ -160,7 +160,7 @@ def _summary(trainer: "Trainer") -> str:
     )
     return (
         f"{recipe.model} ({parameters:.1f} M parameters), {fusing}, {recipe.objective}: "
-        f"{counted(recipe.all_epochs, 'epoch')} of {counted(steps.per_epoch, 'step')}, batch {batch}, "
+        f"{plural(recipe.all_epochs, 'epoch')} of {plural(steps.per_epoch, 'step')}, batch {batch}, "
         f"{trainer.processes.device}"
     )
 
@@ -189,5 +189,5 @@ def _report(trainer: "Trainer", found: "Evaluation | None", as_json: bool) -> No
     if found is not None and not as_json:
         from .tables import print_rows
 
-        title = f"{recipe.model} on {counted(found.images, 'image')} of {recipe.validation}"
+        title = f"{recipe.model} on {plural(found.images, 'image')} of {recipe.validation}"
         print_rows(found.rows, title=title, notes=found.notes)

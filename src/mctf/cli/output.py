@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .._utils import write_bytes
+from .._utils import atomic_write
 from ..errors import MctfError
 
 
@@ -32,7 +32,7 @@ def check_folder(folder: Path, option: str) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write all of it or nothing."""
-    write_bytes(path, text.encode())
+    atomic_write(path, text.encode())
 
 
 def give_json(facts: dict[str, Any], *, file: Path | None, as_json: bool) -> None:

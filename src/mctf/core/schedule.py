@@ -26,6 +26,42 @@ def read_blocks(blocks: Iterable[int] | None) -> tuple[int, ...] | None:
     return None if blocks is None else tuple(blocks)
 
 
+def parse_r(value: object) -> ReductionSpec:
+    """r as typed in a shell, a config file or Python: 16, 0.35, "1e-1", "fast", or one amount per block ("0,8,8").
+
+    Raises MctfError where no model could take it; `make_schedule` checks it against a model.
+    """
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",")]
+        spec: object = _parse_word(parts[0]) if len(parts) == 1 else tuple(_parse_word(part) for part in parts)
+    else:
+        spec = tuple(_parse_word(part) for part in value) if isinstance(value, (list, tuple)) else value
+    depth = len(spec) if isinstance(spec, tuple) else 1
+    make_schedule(spec, depth=depth, blocks=None, default_blocks=())  # type: ignore[arg-type]
+    return spec  # type: ignore[return-value]
+
+
+def _parse_word(word: object) -> object:
+    """A number where the text is one; anything else as it is."""
+    if isinstance(word, str):
+        for kind in (int, float):
+            try:
+                return kind(word)
+            except ValueError:
+                continue
+    return word
+
+
+def parse_blocks(value: object) -> tuple[int, ...]:
+    """Block numbers from "3,6,9" or a list; raises MctfError for anything else."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if isinstance(parts, Iterable):
+        numbers = [_parse_word(part) for part in parts]
+        if numbers and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            return tuple(numbers)  # type: ignore[arg-type]
+    raise MctfError(f"blocks {value!r} is not a list of block numbers: write 3,6,9")
+
+
 def make_schedule(
     r: ReductionSpec, *, depth: int, blocks: Iterable[int] | None, default_blocks: Iterable[int]
 ) -> tuple[Amount, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
-from .._utils import counted
+from .._utils import plural
 from ..errors import MctfError, did_you_mean
 from .dataset import PREFIX, Examples, find_examples, hub_examples, load_hub
 from .sampler import Order
@@ -35,7 +35,7 @@ class Feed(Protocol):
     """Training images for one process.
 
     classes: how many there are. known: index of each by name. images: in all processes together. note: how they are
-    fed, in words for people. skipped: unreadable images met so far, each counted once; a neighbour stands in for each.
+    fed, in words for people. skipped: unreadable images met so far, each plural once; a neighbour stands in for each.
     """
 
     classes: int
@@ -153,8 +153,8 @@ def make_feed(
             why_not = str(reason)
     if options.in_memory == "yes":
         raise MctfError(f"the images cannot be kept in memory: {why_not}; let a loader read them (in_memory = no)")
-    readers = counted(options.workers, "worker") if options.workers else "the training process"
-    note = f"{counted(len(examples), 'image')}, read by {readers} ({why_not})"
+    readers = plural(options.workers, "worker") if options.workers else "the training process"
+    note = f"{plural(len(examples), 'image')}, read by {readers} ({why_not})"
     from .loader_feed import LoaderFeed
 
     return LoaderFeed(examples, order=order, options=options, device=device, note=note)
@@ -210,7 +210,7 @@ def _memory_feed(
         )
     except UnequalSizesError as error:
         raise _NotInMemoryError(str(error)) from None
-    note = f"{counted(len(examples), 'image')} of {width} x {height} pixels, kept on {device} ({needed / 1e9:.2f} GB)"
+    note = f"{plural(len(examples), 'image')} of {width} x {height} pixels, kept on {device} ({needed / 1e9:.2f} GB)"
     return MemoryFeed(examples, decoded, order=order, options=options, note=note)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .._utils import counted
+from .._utils import plural
 from ..errors import MctfError
 
 
@@ -32,7 +32,7 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type == "cpu":
-        return f"cpu ({platform.machine()}, {counted(torch.get_num_threads(), 'thread')})"
+        return f"cpu ({platform.machine()}, {plural(torch.get_num_threads(), 'thread')})"
     return str(device)
 
 

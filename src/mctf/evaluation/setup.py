@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._utils import counted
+from .._utils import plural
 from ..cli.options import (
     FILE,
     batch_size_option,
@@ -158,7 +158,7 @@ class Measuring:
 
 def title_of(facts: dict[str, Any]) -> str:
     """The line above a table of these facts."""
-    images = counted(facts["images"], "image")
+    images = plural(facts["images"], "image")
     return f"{facts['model']} on {images} of {facts['data']}, {facts['device']}, {facts['dtype']}"
 
 

@@ -29,8 +29,7 @@ class BoundLayer(BoundBlock):
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """B N C -> what the layer returns: B N C, in a tuple where its version returns one."""
-        layer = self._bound[2]
-        return layer(x, *args, fused_pass=super().__call__, **kwargs)
+        return self._block(x, *args, fused_pass=super().__call__, **kwargs)
 
 
 class LayerForward:

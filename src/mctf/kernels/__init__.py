@@ -20,9 +20,9 @@ from .launch import plain_operations
 __all__ = [
     "attend",
     "attend_with_received",
+    "attention_received",
     "fuse_both",
     "fuse_tokens",
-    "attention_received",
     "match",
     "plain_operations",
     "pool",

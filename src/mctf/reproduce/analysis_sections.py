@@ -3,7 +3,7 @@
 from itertools import combinations
 from statistics import mean
 
-from .._utils import counted
+from .._utils import plural
 from ..evaluation.significance import Difference
 from . import paper
 from .analyses import order
@@ -48,10 +48,7 @@ def class_token_section(experiment: Experiment, result: Result) -> Section:
             chart,
             printed,
         ),
-        (
-            f"In the mean over {counted(result['images'], 'image')}. "
-            "Blocks are counted from 1; the first does not fuse.",
-        ),
+        (f"In the mean over {plural(result['images'], 'image')}. Blocks are plural from 1; the first does not fuse.",),
     )
 
 
@@ -112,7 +109,7 @@ def largest_token_section(experiment: Experiment, result: Result) -> Section:
         experiment.measures,
         (Finding(text, judge(lead)),),
         (table, chart),
-        (f"Over {counted(result['images'], 'image')}.",),
+        (f"Over {plural(result['images'], 'image')}.",),
     )
 
 
@@ -153,9 +150,9 @@ def attention_section(experiment: Experiment, result: Result) -> Section:
         ),
         tuple(parts),
         (
-            f"Distances are over {counted(result['images'], 'image')}, heads and rows: half the sum of absolute "
+            f"Distances are over {plural(result['images'], 'image')}, heads and rows: half the sum of absolute "
             "differences. Heat is the attention a patch receives from all queries; both maps of a block share one "
-            "scale, from dark (none) to yellow (most). Blocks are counted from 1; the first does not fuse.",
+            "scale, from dark (none) to yellow (most). Blocks are plural from 1; the first does not fuse.",
         ),
     )
 
@@ -188,5 +185,5 @@ def fused_section(experiment: Experiment, result: Result) -> Section:
         experiment.measures,
         (),
         (viewer, *strips),
-        ("Blocks are counted from 1; the first does not fuse.",),
+        ("Blocks are plural from 1; the first does not fuse.",),
     )

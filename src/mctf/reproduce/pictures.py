@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from .._utils import write_bytes
+from .._utils import atomic_write
 from ..api import fuse, fused_stack
 from ..errors import MctfError
 from ..hosts import find_host
@@ -55,7 +55,7 @@ def save(picture: Image.Image, folder: Path, name: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     picture.save(buffer, "WEBP", quality=_QUALITY)
-    write_bytes(folder / f"{name}.webp", buffer.getvalue())
+    atomic_write(folder / f"{name}.webp", buffer.getvalue())
     return f"{name}.webp"
 
 

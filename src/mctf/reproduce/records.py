@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._utils import write_bytes
+from .._utils import atomic_write
 from ..errors import MctfError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Records:
     def keep(self, record: Record, experiment: "Experiment") -> None:
         path = self._path(experiment)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, (json.dumps(asdict(record), indent=1) + "\n").encode())
+        atomic_write(path, (json.dumps(asdict(record), indent=1) + "\n").encode())
 
     def _difference(self, record: Record, experiment: "Experiment") -> str:
         """Why it does not fit: the form, or the first condition that differs, in words."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from .._utils import counted
+from .._utils import plural
 from ..evaluation.significance import Difference
 from . import paper
 from .document import Chart, Column, Finding, Origin, Part, Section, Series, Table, number
@@ -58,7 +58,7 @@ def study_section(
 ) -> Section:
     """A section with what is to be said of the plain model and of the number of images."""
     base, images = result["base"], result["images"]
-    words = f"On {counted(images, 'image')}, no weight trained. The plain model costs {base['gflops']:.2f} GFLOPs"
+    words = f"On {plural(images, 'image')}, no weight trained. The plain model costs {base['gflops']:.2f} GFLOPs"
     words += "." if base["top1"] is None else f" and has a top-1 of {base['top1']:.1f} %."
     if base["top1"] is not None and images < _MANY:
         words += f" One image is {100 / images:.1f} points of top-1."
@@ -80,7 +80,7 @@ def _missing(result: Result) -> Iterator[str]:
     for case in result["capped"]:
         blocks = ", ".join(str(block) for block in case["blocks"])
         method = METHODS[case["method"]]
-        yield f"{method} at r = {case['r']} has too few tokens left to fuse as many in block {blocks} (counted from 1)."
+        yield f"{method} at r = {case['r']} has too few tokens left to fuse as many in block {blocks} (plural from 1)."
 
 
 def grouped(result: Result) -> Groups:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .._utils import write_bytes
+from .._utils import atomic_write
 from .catalogue import EXPERIMENTS, sections
 from .markdown import render_markdown
 from .page import Report, render_page
@@ -34,7 +34,7 @@ def publish(
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
-        write_bytes(folder / name, text.encode())
+        atomic_write(folder / name, text.encode())
     return known
 
 

@@ -10,7 +10,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from .._utils import counted
+from .._utils import plural
 from ..api import fuse, fused_stack
 from ..data import Feed, FeedOptions, Preprocessing, find_images, make_feed, trained_labels
 from ..distributed import DistributedContext, broadcast_object
@@ -203,7 +203,7 @@ def begin(
     if found and not resume:
         raise MctfError(f"{recipe.output} holds a run already: add --resume to go on, or name another --output")
     trainer = assemble(recipe, processes, on_decoding=on_decoding)
-    notes = [f"{trainer.feed.note}, {counted(trainer.feed.classes, 'class', 'classes')}"]
+    notes = [f"{trainer.feed.note}, {plural(trainer.feed.classes, 'class', 'classes')}"]
     if resume:
         notes += trainer.resume()
     if trainer.step:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
-from .._utils import counted, write_bytes
+from .._utils import atomic_write, plural
 from ..api import fused_stack
 from ..core.schedule import fast_blocks
 from ..data import Preprocessing
@@ -75,7 +75,7 @@ def write_png(picture: Image.Image, path: Path) -> None:
     """Write all of it or nothing."""
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG", optimize=True)
-    write_bytes(path, buffer.getvalue())
+    atomic_write(path, buffer.getvalue())
 
 
 # MERGED from mctf.viz.contact_sheet:
@@ -129,10 +129,10 @@ def _row(image: Image.Image, traced: Trace, *, blocks: Sequence[int], prefix: in
     tokens = traced.source_map().shape[1]
     grid = patch_grid(tokens - prefix, height=image.height, width=image.width)
     large = image.resize((image.width * scale, image.height * scale), Image.Resampling.LANCZOS)
-    panels = [Panel(large, f"input: {counted(tokens, 'token')}")]
+    panels = [Panel(large, f"input: {plural(tokens, 'token')}")]
     for block in blocks:
         slots, dropped = (each[0, prefix:].cpu().numpy() for each in (traced.source_map(block), traced.dropped(block)))
-        caption = f"block {block}: {counted(traced.token_counts[block], 'token')}"
+        caption = f"block {block}: {plural(traced.token_counts[block], 'token')}"
         caption += f", {dropped.sum()} dropped" if dropped.any() else ""
         panels.append(Panel(fused_picture(image, slots, grid=grid, dropped=dropped, scale=scale), caption))
     return panels

@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._utils import write_bytes
+from .._utils import atomic_write
 from ..errors import MctfError
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def write_plot(figure: "Figure", path: Path) -> None:
     # text stays text in SVG; without a date and with fixed names the same figures give the same file
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "mctf"}):
         figure.savefig(content, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
-    write_bytes(path, content.getvalue())
+    atomic_write(path, content.getvalue())
 
 
 # MERGED from mctf.viz.plots:
