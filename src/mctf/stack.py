@@ -295,8 +295,8 @@ class _BlockProxy:
 class IndexedBlock(_BlockProxy):
     """`model.blocks[i]` of a fused model: readable like the block, an instance of its class, not callable alone."""
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         return type(self._block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

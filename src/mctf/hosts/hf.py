@@ -55,7 +55,7 @@ class HFVision(Host):
         layers = tower.get_submodule(container_name(tower))
         for index, layer in layers.named_children():
             check_layer(".".join(filter(None, (name, container_name(tower), index))), layer)
-        kind = type(layers[0])
+        kind = type(next(layers.children()))
         return cls(model, tower, name, kind, parameter_names(kind.forward)[2:])
 
     @property
