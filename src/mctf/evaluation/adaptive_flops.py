@@ -19,7 +19,6 @@ from ..core.flops import Cost
 from ..core.schedule import Reduction
 from ..errors import MctfError
 from ..hosts import Architecture, find_host
-from ..methods.base import Method
 from ..planning import block_costs, whole_cost
 from ..stack import FusedStack
 from ..tracing import trace
@@ -76,6 +75,6 @@ def _cost(architecture: Architecture, stack: FusedStack, counts: list[int]) -> C
     steps = [
         Reduction(entering, entering - leaving, entering - leaving, leaving) for entering, leaving in pairwise(counts)
     ]
-    gives_every_token = stack.method.finish.__func__ is not Method.finish  # type: ignore[attr-defined]
+    gives_every_token = stack.method.restores_tokens
     left = counts[0] if architecture.reads_every_token or gives_every_token else counts[-1]
     return whole_cost(architecture, block_costs(architecture, stack.method, stack.schedule, steps), left)
