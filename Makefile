@@ -31,6 +31,7 @@ coverage: .venv/ready
 
 docs: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -m helpers.model_page
+	$(BIN)/python benchmarks/performance_page.py
 
 # By the environment's own setuptools, so that it needs no network.
 wheel: .venv/ready

@@ -116,6 +116,13 @@ def test_the_base_requirements_bring_no_optional_package(dist: Path) -> None:
     assert {"tensorboard", "matplotlib", "scikit-image", "transformers", "import-linter"} <= set(development)
 
 
+def test_every_dependency_of_development_is_pinned(dist: Path) -> None:
+    """But those of torch for CUDA, which torch pins itself."""
+    pins = {canonical(line.partition("==")[0]) for line in (ROOT / "constraints.txt").read_text().split()}
+    needed = {name for name in closure(wheel_of(dist), {"dev"}) if not name.startswith(("nvidia-", "cuda-"))}
+    assert needed - pins == set()
+
+
 def make_environment(folder: Path, wheel: Path, extras: set[str]) -> Path:
     """The folder of commands of a virtual environment with the wheel and links to its requirements."""
     check([sys.executable, "-m", "venv", "--without-pip", folder], cwd=folder.parent)
