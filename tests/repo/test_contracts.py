@@ -46,11 +46,9 @@ def test_a_package_without_imports_keeps_every_contract(skeleton: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "statement", "contract"),
     [
-        ("core/attention.py", "from mctf.kernels import attention", LIBRARY_LAYERS),
         ("methods/tome.py", "def run():\n    from .. import hosts", LIBRARY_LAYERS),
         ("methods/tome.py", "from mctf.train import engine", LIBRARY_ALONE),
         ("models/loading.py", "import matplotlib.pyplot", LIBRARY_ALONE),
-        ("data/dataset.py", "from ..evaluation import timing", WORKBENCH_LAYERS),
         ("viz/plots.py", "from ..train import engine", WORKBENCH_LAYERS),
         ("evaluation/evaluate.py", "import click", COMMAND_LINE),
         ("methods/mctf.py", "from ..kernels.triton import matching", TRITON),
