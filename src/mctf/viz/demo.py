@@ -1,7 +1,9 @@
-"""Photographs that come with scikit-image, for a demo with nothing to download.
+"""The content of `mctf demo`: one model with and without fusion, on four photographs of scikit-image.
 
-They are plain files inside the installed package, so they are found without importing it. All four may be
-copied freely (public domain or CC0).
+The photographs are files of the installed package, located without importing it. All four may be copied freely (public
+domain or CC0), so the demo downloads nothing.
+
+Axes: B images, 3 H W.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +26,10 @@ from ..evaluation.timing import measure
 from ..models.class_names import class_words
 from ..models.loading import copy_sharing_weights
 from ..planning import Plan, plan
-from .contact_sheet import choose_blocks, gallery
+from .contact_sheet import choose_blocks, contact_sheet
 from .fused_patches import open_image
 
+WARMUP = 2
 _FILES = ("chelsea.png", "coffee.png", "rocket.jpg", "astronaut.png")
 
 
@@ -42,14 +45,6 @@ def photographs() -> list[Path]:
             f"scikit-image came without {', '.join(missing)}: run pip install --force-reinstall scikit-image"
         )
     return [folder / name for name in _FILES]
-
-
-# MERGED from mctf.viz.demo:
-# What the demo shows: one model with and without fusing, on a few photographs.
-#
-# Axes: B images, 3 H W.
-
-WARMUP = 2
 
 
 @dataclass(frozen=True)
@@ -144,7 +139,7 @@ class Demonstration:
     def picture(self, after_image: Callable[[], object] = lambda: None) -> Image.Image:
         """Every photograph and what its patches became."""
         blocks = choose_blocks(None, len(self.plan.reductions))
-        return gallery(self.fused, list(self.pixels), self.preprocessing, blocks=blocks, after_image=after_image)
+        return contact_sheet(self.fused, list(self.pixels), self.preprocessing, blocks=blocks, after_image=after_image)
 
 
 def _output(model: Any, pixels: Tensor) -> Output:
