@@ -16,8 +16,11 @@ EXPECTED = {
     "mctf/data_files/paper_tables.json",
     "mctf/data_files/tiny_imagenet_classes.tsv",
     "mctf/models/weights/embedded.safetensors",
-    "mctf/report/reproduction/page.css",
-    "mctf/report/reproduction/page.js",
+    "mctf/reproduce/templates/macros.html.j2",
+    "mctf/reproduce/templates/page.css",
+    "mctf/reproduce/templates/page.html.j2",
+    "mctf/reproduce/templates/page.js",
+    "mctf/reproduce/templates/report.md.j2",
 }
 
 

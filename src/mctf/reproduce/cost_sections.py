@@ -162,4 +162,8 @@ def _gflops_table(result: CostsByRResult) -> Table:
     return Table("GFLOPs by r; those of Tables C and D are the same", tuple(columns), tuple(rows))
 
 
-SECTIONS: dict[str, Callable[[Experiment, Any], Section]] = {"costs_methods": table_section, "costs_backbones": table_section, "costs_by_r": by_r_section}
+SECTIONS: dict[str, Callable[[Experiment, Any], Section]] = {
+    "costs_methods": table_section,
+    "costs_backbones": table_section,
+    "costs_by_r": by_r_section,
+}

@@ -1,6 +1,6 @@
 """The content of the report, independent of HTML and Markdown: sections of findings, tables, charts and pictures.
 
-Every column and every chart has one origin for its numbers: measured here, counted from shapes, or printed in the paper.
+The numbers of a column or chart have one origin: measured here, counted from shapes, or printed in the paper.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

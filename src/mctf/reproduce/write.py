@@ -39,9 +39,10 @@ _INK, _PAGE = "#010101", "#fefefe"
 _SERIES = tuple(f"#0101{index:02x}" for index in range(0x10, 0x17))
 _THEME = {_INK: "currentColor", _PAGE: "var(--page)"} | {color: f"var(--c{i})" for i, color in enumerate(_SERIES)}
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 2)), "-.", (0, (3, 1)), (0, (1, 1)), (0, (8, 2)))
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 440, 300, 56, 12, 8, 46  # points, which are units of the SVG
-_LEGEND_ROW = 18
-_FONT_SIZE = 11
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 440, 300, 60, 12, 8, 46  # points, which are units of the SVG
+_LEGEND_ROW = 20
+_FONT_SIZE = 12
+_SHORT = 24  # characters up to which two names fit side by side in the legend
 
 
 def check_dependencies() -> None:
@@ -170,7 +171,8 @@ def draw_chart(chart: Chart, name: str) -> str:
     Series differ by color, marker and dashes: color alone never distinguishes two of them.
     """
     ticker = optional_import("matplotlib.ticker", extra="report", purpose="plots")
-    height = _HEIGHT + _LEGEND_ROW * math.ceil(len(chart.series) / 2)
+    legend_columns = 2 if max(len(series.name) for series in chart.series) <= _SHORT else 1
+    height = _HEIGHT + _LEGEND_ROW * math.ceil(len(chart.series) / legend_columns)
     bottom = height - _HEIGHT + _BOTTOM
     figure = new_figure(_WIDTH / 72, height / 72, facecolor="none")
     axes = figure.add_axes(
@@ -183,7 +185,7 @@ def draw_chart(chart: Chart, name: str) -> str:
     points = [point for series in chart.series for point in series.points]
     for axis, values in ((axes.xaxis, [x for x, _ in points]), (axes.yaxis, [y for _, y in points])):
         integer = all(float(value).is_integer() for value in values)
-        axis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=integer))
+        axis.set_major_locator(ticker.MaxNLocator(nbins=7, steps=[1, 2, 5, 10], integer=integer))
     lowest, highest = (extreme(y for _, y in points) for extreme in (min, max))
     if chart.bars or 0 <= lowest < 0.3 * highest:
         axes.set_ylim(bottom=0)
@@ -191,7 +193,7 @@ def draw_chart(chart: Chart, name: str) -> str:
     figure.legend(
         loc="lower left",
         bbox_to_anchor=(_LEFT / _WIDTH, 0),
-        ncols=2,
+        ncols=legend_columns,
         borderaxespad=0,
         handlelength=3,
         frameon=False,
@@ -254,7 +256,7 @@ def _label_points(axes: "Axes", all_series: tuple[Series, ...]) -> None:
 
 
 def _inline(svg: str, chart: Chart, name: str) -> str:
-    """matplotlib's SVG as an element of the page: unique ids, its colors and font, no namespaces, a text alternative."""
+    """matplotlib's SVG as an element of the page: with unique ids, its colors and font, and a text alternative."""
     tag = re.search(r'<svg[^>]*(viewBox="[^"]*")[^>]*>', svg)
     assert tag is not None
     body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg[tag.end() :], count=1)
