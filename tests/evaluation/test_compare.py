@@ -338,7 +338,7 @@ class TestPlots:
         assert [line.name for line in loss.lines] == ["mctf"]
         assert loss.lines[0].strong
         assert [line.name for line in accuracy.lines] == ["mctf", "tome"]
-        assert accuracy.level == (60.0, "plain model")
+        assert accuracy.level == (60.0, "baseline")
 
     @pytest.mark.parametrize("name", ["found.png", "found.SVG"])
     def test_the_same_figures_give_the_same_file(self, tmp_path: Path, name: str) -> None:
