@@ -30,8 +30,8 @@ def test_a_chart_has_a_title_and_a_description() -> None:
     svg = parse(draw_chart(chart(Series("a", ((1, 2), (3, 4)))), "here"))
     assert svg.get("role") == "img"
     names = str(svg.get("aria-labelledby")).split()
-    found = {child.get("id"): child.text for child in svg if child.get("id")}
-    assert [found[name] for name in names] == ["Cost & gain", "It <rises>."]
+    texts_by_id = {child.get("id"): child.text for child in svg if child.get("id")}
+    assert [texts_by_id[name] for name in names] == ["Cost & gain", "It <rises>."]
     assert next(iter(svg)).tag == "title"
 
 

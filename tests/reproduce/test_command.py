@@ -101,8 +101,8 @@ def test_quick_uses_few_images_and_limit_fewer(run, place: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_limit_keeps_the_class_indices(run, basic) -> None:
-    found = json.loads(run(*basic, "--only", "one_step_ahead", "--limit", 2, "--quick", "--json").out)
-    result = found["experiments"]["one_step_ahead"]["result"]
+    content = json.loads(run(*basic, "--only", "one_step_ahead", "--limit", 2, "--quick", "--json").out)
+    result = content["experiments"]["one_step_ahead"]["result"]
     assert (result["images"], result["base"]["top1"] in (0.0, 50.0, 100.0)) == (2, True)
 
 

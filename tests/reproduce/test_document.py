@@ -61,8 +61,8 @@ def test_header_cells_cover_every_column() -> None:
 
 
 def test_a_table_without_shared_titles_has_one_header_row() -> None:
-    plain = Table("Plain", (Column("r"), Column("KL", Origin.MEASURED)), (("1", "0.1"),))
-    (head,) = read(plain).findall("thead/tr")
+    single = Table("Single", (Column("r"), Column("KL", Origin.MEASURED)), (("1", "0.1"),))
+    (head,) = read(single).findall("thead/tr")
     assert [words(cell) for cell in head] == [["r"], ["KL"]]  # the badge is in the caption
 
 

@@ -86,9 +86,9 @@ def test_at_equal_cost_every_r_is_named_and_the_least_certain_decides(results) -
     result = replace(result, rows=tuple(replace(row, gflops=costs[row.group, row.label]) for row in result.rows))
     values = {("one_step_ahead", "8"): 0.4, ("one_step_ahead", "16"): 0.3}
     words = "KL with one-step-ahead attention against that of the previous block at equal cost: "
-    found = section("one_step_ahead", set_kl(result, values, deviation={("one_step_ahead", "8"): 0.06})).findings
+    findings = section("one_step_ahead", set_kl(result, values, deviation={("one_step_ahead", "8"): 0.06})).findings
     least = "r = 8 supports the paper least, 0.1000 ± 0.0600 lower."
-    assert found == (Finding(f"{words}too close to call at r = 8, lower at r = 16; {least}", CLOSE),)
+    assert findings == (Finding(f"{words}too close to call at r = 8, lower at r = 16; {least}", CLOSE),)
     assert verdicts("one_step_ahead", set_kl(result, values)) == [AGREES]
     assert verdicts("one_step_ahead", set_kl(result, values | {("one_step_ahead", "16"): 0.6})) == [DIFFERS]
 
@@ -107,9 +107,9 @@ def test_criteria_are_compared(results) -> None:
 def test_design_choices_are_judged_where_the_paper_has_them(results) -> None:
     """Variants that the paper does not report, such as exact attention, get no verdict, however good."""
     best = {("matching", "one_way"): 0.1, ("pooling", "weighted_average"): 0.1, ("attention", "exact"): 0.1}
-    found = section("design", set_kl(results["design"], best)).findings
-    assert [finding.verdict for finding in found] == [DIFFERS, AGREES, OPEN, CLOSE, OPEN, OPEN]
-    assert [finding.text.split(":")[0] for finding in found] == [
+    findings = section("design", set_kl(results["design"], best)).findings
+    assert [finding.verdict for finding in findings] == [DIFFERS, AGREES, OPEN, CLOSE, OPEN, OPEN]
+    assert [finding.text.split(":")[0] for finding in findings] == [
         "Matching",
         "Pooling",
         "Pooling",

@@ -162,12 +162,12 @@ def test_markdown_and_json_have_the_same_content(report: Path, measured) -> None
     markdown = (report / "report.md").read_text(encoding="utf-8")
     facts = json.loads((report / "report.json").read_text(encoding="utf-8"))
     assert list(facts["experiments"]) == [each.name for each in experiments()]
-    for name, found in facts["experiments"].items():
+    for name, content in facts["experiments"].items():
         expected = records[name].result.to_json()
         for row in (expected["base"], *expected["rows"]) if isinstance(records[name].result, StudyResult) else ():
             assert len(row.pop("by_image")["kl"]) == expected["images"]  # only in the results folder
-        assert found["result"] == json.loads(json.dumps(expected))
-        assert all(finding["text"] in markdown for finding in found["findings"])
+        assert content["result"] == json.loads(json.dumps(expected))
+        assert all(finding["text"] in markdown for finding in content["findings"])
     for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", markdown):
         assert (folder / link).is_file()
     for line in markdown.splitlines():

@@ -44,7 +44,7 @@ def test_every_panel_shows_its_own_image_after_its_own_block(prefix: int) -> Non
 
 
 def test_dropped_patches_are_drawn_counted_and_explained() -> None:
-    """Six leave each block but the first: the last ones of the image, row by row."""
+    """Every block but the first drops six: the last ones of the image, row by row."""
     model, preprocessing, inputs = prepared()
     mctf.fuse(model, "free_drop", r=6)
     rows = []

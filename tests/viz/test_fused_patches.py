@@ -117,7 +117,7 @@ def test_dropped_patches_are_gray_with_dark_stripes_whatever_they_show(scale: in
         inside = grays(picture, patch, side=PATCH * scale)[1:-1, 1:-1].astype(int)
         assert np.ptp(inside) > 50, "stripes"
         assert len(np.unique(inside)) == 2
-        assert 0.05 < (inside == inside.min()).mean() < 0.4, "that leave the patch to be seen"
+        assert 0.05 < (inside == inside.min()).mean() < 0.4, "between which the patch is visible"
     kept = patch_pixels(picture, 0, columns=3, side=PATCH * scale)
     assert (kept[1:-1, 1:-1] == (light, light // 2, light)).all()
 
@@ -218,8 +218,8 @@ def test_captions_shrink_to_the_width_of_their_picture() -> None:
 @pytest.mark.parametrize("legend", ["what it means", "what it means " * 4])
 def test_a_legend_lies_below_everything_within_the_sheet(legend: str) -> None:
     rows = [[Panel(Image.new("RGB", (200, 80), "red"), "one")]]
-    plain, sheet = np.asarray(make_sheet(rows)), np.asarray(make_sheet(rows, legend=legend))
-    assert sheet.shape[1] == plain.shape[1]
+    without, sheet = np.asarray(make_sheet(rows)), np.asarray(make_sheet(rows, legend=legend))
+    assert sheet.shape[1] == without.shape[1]
     red = np.flatnonzero((sheet == (255, 0, 0)).all(axis=-1).any(axis=1))
     rows_with_ink = np.flatnonzero((sheet[red[-1] + 1 :] < 120).all(axis=-1).any(axis=1))
     assert (np.diff(rows_with_ink) > 2).any(), "a caption, a gap, and the legend"

@@ -89,7 +89,7 @@ class StudyResult(Result):
         return groups
 
     def to_json(self, *, per_image: bool = True) -> dict[str, Any]:
-        """per_image: False leaves out the values per image, which are most of the result."""
+        """per_image: False omits the values per image, which are most of the result."""
         result = super().to_json()
         for row in () if per_image else (result["base"], *result["rows"]):
             del row["by_image"]
