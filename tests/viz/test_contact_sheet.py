@@ -57,7 +57,7 @@ def test_dropped_patches_are_drawn_counted_and_explained() -> None:
     assert contact_sheet(model, inputs, preprocessing, blocks=(0, 5), scale=1).tobytes() == expected.tobytes()
 
 
-def test_a_sheet_on_which_nothing_was_dropped_yet_has_no_legend() -> None:
+def test_a_sheet_without_dropped_patches_has_no_legend() -> None:
     model, preprocessing, inputs = prepared()
     mctf.fuse(model, "free_drop", r=6)
     early, late = (contact_sheet(model, inputs, preprocessing, blocks=(block,), scale=1) for block in (0, 1))
@@ -73,7 +73,7 @@ def test_small_images_are_enlarged_more(size: tuple[int, int], scale: int) -> No
     assert contact_sheet(model, inputs, preprocessing, blocks=(1,)).size == expected.size
 
 
-def test_what_is_shown_is_what_the_model_sees() -> None:
+def test_the_shown_image_is_the_model_input() -> None:
     _, preprocessing, (tensor, _) = prepared()
     shown = np.asarray(to_image(tensor, preprocessing)) / 255
     seen = (shown - preprocessing.mean) / preprocessing.std
@@ -86,7 +86,7 @@ def test_blocks_by_default(depth: int, blocks: tuple[int, ...]) -> None:
     assert choose_blocks(None, depth) == blocks
 
 
-def test_blocks_keep_the_order_asked_for() -> None:
+def test_blocks_keep_the_given_order() -> None:
     assert choose_blocks((5, 1), 6) == (5, 1)
     with pytest.raises(MctfError, match="no block 6"):
         choose_blocks((5, 6), 6)

@@ -110,7 +110,7 @@ def grays(picture: Image.Image, patch: int, *, side: int = PATCH) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("scale", "light"), [(1, 0), (1, 255), (3, 0), (3, 255), (3, 128)])
-def test_dropped_patches_are_gray_with_dark_stripes_whatever_they_show(scale: int, light: int) -> None:
+def test_dropped_patches_are_gray_with_dark_stripes_for_every_image(scale: int, light: int) -> None:
     image = Image.new("RGB", (3 * PATCH, 2 * PATCH), (light, light // 2, light))
     picture = fused_picture(image, ALONE, grid=(2, 3), dropped=np.arange(6) > 3, scale=scale)
     for patch in (4, 5):
@@ -144,7 +144,7 @@ def test_a_dropped_patch_is_in_no_group() -> None:
         grays(picture, patch)
 
 
-def test_a_picture_without_dropped_patches_is_that_of_the_slots() -> None:
+def test_without_dropped_patches_only_the_slots_matter() -> None:
     image, slots = make_image(2, 3), [0, 7, 2, 7, 4, 5]
     expected = fused_picture(image, slots, grid=(2, 3))
     assert fused_picture(image, slots, grid=(2, 3), dropped=[False] * 6).tobytes() == expected.tobytes()
@@ -152,7 +152,7 @@ def test_a_picture_without_dropped_patches_is_that_of_the_slots() -> None:
 
 
 @pytest.mark.parametrize("columns", [7, 13, 14, 21, 32])
-def test_neighbouring_groups_have_colors_far_apart(columns: int) -> None:
+def test_neighboring_groups_have_colors_far_apart(columns: int) -> None:
     colors = np.array([[group_color(row, column) for column in range(columns)] for row in range(columns)], float)
     for here, there in ((colors[1:], colors[:-1]), (colors[:, 1:], colors[:, :-1])):
         assert np.linalg.norm(here - there, axis=-1).min() > 90  # 442 lies between black and white
