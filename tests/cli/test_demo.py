@@ -69,7 +69,7 @@ def test_json_is_one_object(command, tmp_path) -> None:
     outcome = command("demo", *QUICK, "--output", "deep/folder", "--json")
     facts = json.loads(outcome.out)
     assert facts["weights"] == "random"
-    assert facts["answers"] is None
+    assert facts["predictions"] is None
     assert facts["plan"]["token_counts"] == mctf.plan("test_vit", r=8).token_counts
     assert facts["speed"]["speedup"] > 0
     assert facts["speed"]["batch"] == 2
@@ -84,21 +84,21 @@ def test_r_0_changes_no_answer(command) -> None:
     assert facts["fidelity"]["kl"] == 0
 
 
-def test_speed_is_that_of_the_fused_model_over_the_plain_one(monkeypatch) -> None:
-    files = demo.photographs()[:2]
-    shown = demo.Demonstration.of(create("test_vit"), files, method="mctf", r=8, device=torch.device("cpu"))
+def test_speed_is_that_of_the_fused_model_over_the_baseline(monkeypatch) -> None:
+    files = viz_demo.photographs()[:2]
+    shown = viz_demo.Demonstration.of(create("test_vit"), files, method="mctf", r=8, device=torch.device("cpu"))
 
     def measured(forwards, **_: object) -> dict[str, Timing]:
         with mctf.trace(shown.fused) as trace:
             logits = forwards["fused"]()
         assert trace.token_counts == shown.plan.token_counts
-        assert torch.equal(forwards["plain"]()[:2], shown.plain(shown.pixels))
+        assert torch.equal(forwards["baseline"]()[:2], shown.baseline(shown.pixels))
         assert len(logits) == 3
-        return {"plain": Timing((3.0,)), "fused": Timing((1.5,))}
+        return {"baseline": Timing((3.0,)), "fused": Timing((1.5,))}
 
     monkeypatch.setattr(viz_demo, "measure", measured)
     speed = shown.speed(batch=3, rounds=1)
-    assert (speed.plain_images_per_second, speed.fused_images_per_second, speed.speedup) == (1, 2, 2)
+    assert (speed.baseline_images_per_second, speed.fused_images_per_second, speed.speedup) == (1, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_speed_is_that_of_the_fused_model_over_the_plain_one(monkeypatch) -> Non
     [(1.5, 0.05, ""), (1.0, 0.05, "does not pay"), (0.8, 0.05, "does not pay"), (1.5, 0.9, "too much to trust")],
 )
 def test_it_says_so_when_fusing_does_not_pay_or_rounds_were_disturbed(speedup, spread, verdict) -> None:
-    speed = demo.Speed(10, 10 * speedup, speedup, spread, rounds=7, batch=8, dtype="float32", device="cpu")
+    speed = viz_demo.Speed(10, 10 * speedup, speedup, spread, rounds=7, batch=8, dtype="float32", device="cpu")
     _, _, *remarks = demo._speed_text(speed).splitlines()
     assert verdict in "".join(remarks)
     assert bool(remarks) is bool(verdict)

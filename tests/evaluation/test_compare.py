@@ -25,7 +25,7 @@ from mctf.evaluation.fidelity import Scores
 from mctf.evaluation.match_flops import Ladder, find_ladder
 from mctf.methods import make_method
 from mctf.methods._layers import full_state_dict, stash_layers
-from mctf.viz.plots import Line, Panel, draw, panels, spread_apart, write_plot
+from mctf.viz.plots import Line, Panel, draw, panels, separate_labels, write_plot
 
 OWN_COST = {"a_vit", "ia_red2"}
 FIXED = [name for name in mctf.methods() if not make_method(name, {}).adaptive]
@@ -322,12 +322,12 @@ class TestCommand:
 
 class TestPlots:
     def test_names_are_moved_apart_and_keep_their_order(self) -> None:
-        moved = spread_apart([10.0, 11.0, 50.0, 10.5], 4)
+        moved = separate_labels([10.0, 11.0, 50.0, 10.5], 4)
         assert moved == pytest.approx([6.5, 14.5, 50.0, 10.5])
-        assert spread_apart([], 4) == []
+        assert separate_labels([], 4) == []
 
     def test_groups_that_grow_into_each_other_are_joined(self) -> None:
-        moved = sorted(spread_apart([0.0, 0.0, 0.0, 5.0, 5.0], 4))
+        moved = sorted(separate_labels([0.0, 0.0, 0.0, 5.0, 5.0], 4))
         assert all(after - before >= 4 - 1e-9 for before, after in pairwise(moved))
         assert sum(moved) == pytest.approx(10)
 
@@ -338,7 +338,7 @@ class TestPlots:
         assert [line.name for line in loss.lines] == ["mctf"]
         assert loss.lines[0].strong
         assert [line.name for line in accuracy.lines] == ["mctf", "tome"]
-        assert accuracy.level == (60.0, "plain model")
+        assert accuracy.level == (60.0, "baseline")
 
     @pytest.mark.parametrize("name", ["found.png", "found.SVG"])
     def test_the_same_figures_give_the_same_file(self, tmp_path: Path, name: str) -> None:

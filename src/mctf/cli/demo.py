@@ -14,7 +14,7 @@ from .progress import progress
 
 if TYPE_CHECKING:
     from ..evaluation.fidelity import Fidelity
-    from ..viz.demo import Answer, Demonstration, Speed
+    from ..viz.demo import Demonstration, Prediction, Speed
 
 _PAYS = 1.02  # a smaller gain is less than two runs of one and the same model differ by
 
@@ -77,8 +77,8 @@ def command(
     with progress("timing", WARMUP + rounds) as advance:
         speed = demonstration.speed(batch=batch, rounds=rounds, after_round=advance)
     show(_speed_text(speed))
-    fidelity, answers = demonstration.answers()
-    show(_fidelity_text(fidelity, answers, images=len(files), trained=source != RANDOM))
+    fidelity, predictions = demonstration.predictions()
+    show(_fidelity_text(fidelity, predictions, images=len(files), trained=source != RANDOM))
     picture = _draw(demonstration, output)
     show(f"picture: {picture}")
 
@@ -89,7 +89,7 @@ def command(
         "plan": demonstration.plan.as_dict(),
         "speed": asdict(speed),
         "fidelity": asdict(fidelity),
-        "answers": [asdict(answer) for answer in answers] if source != RANDOM else None,
+        "predictions": [asdict(each) for each in predictions] if source != RANDOM else None,
         "picture": str(picture),
         "versions": versions(),
     }
@@ -119,7 +119,7 @@ def _speed_text(speed: "Speed") -> str:
     from ..evaluation.timing import DISTURBED, STEADY
 
     lines = [
-        f"speed: {speed.fused_images_per_second:.1f} images/s fused, {speed.plain_images_per_second:.1f} plain: "
+        f"speed: {speed.fused_images_per_second:.1f} images/s fused, {speed.baseline_images_per_second:.1f} baseline: "
         f"{speed.speedup:.2f} times as fast",
         f"  medians over {plural(speed.rounds, 'round')} in turns, of both and of their ratio (middle half within "
         f"{speed.spread:.0%}), batch {speed.batch}, {speed.dtype}, {speed.device}",
@@ -136,14 +136,14 @@ def _speed_text(speed: "Speed") -> str:
     return "\n".join(lines)
 
 
-def _fidelity_text(fidelity: "Fidelity", answers: list["Answer"], *, images: int, trained: bool) -> str:
+def _fidelity_text(fidelity: "Fidelity", predictions: list["Prediction"], *, images: int, trained: bool) -> str:
     parts = [f"class-token cosine {fidelity.class_cosine:.4f}"]
     if fidelity.kl is not None:
         parts = [f"same first answer for {fidelity.agreement:.0f} %", f"KL {fidelity.kl:.4f}", *parts]
     lines = [f"fidelity to the plain model on {plural(images, 'photograph')}: {', '.join(parts)}"]
     if not trained:
         return f"{lines[0]}\n  of random weights: this says nothing about a trained model"
-    for answer in answers:
-        plain = f"{answer.plain} {answer.plain_probability:.0%}"
-        lines.append(f"  {answer.photograph:10}{plain:28} fused: {answer.fused} {answer.fused_probability:.0%}")
+    for each in predictions:
+        baseline = f"{each.baseline} {each.baseline_probability:.0%}"
+        lines.append(f"  {each.photograph:10}{baseline:28} fused: {each.fused} {each.fused_probability:.0%}")
     return "\n".join(lines)

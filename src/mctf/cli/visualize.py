@@ -82,7 +82,7 @@ def command(
     from ..data import Preprocessing
     from ..hosts import find_host
     from ..planning import plan
-    from ..viz.contact_sheet import choose_blocks, gallery, write_png
+    from ..viz.contact_sheet import choose_blocks, contact_sheet, write_png
     from ..viz.fused_patches import open_image
 
     opened = [open_image(path) for path in images]
@@ -94,7 +94,7 @@ def command(
     transform = preprocessing.transform()
     with progress("drawing", len(opened)) as advance:
         inputs = [transform(image) for image in opened]
-        sheet = gallery(loaded, inputs, preprocessing, blocks=chosen, scale=scale, after_image=advance)
+        sheet = contact_sheet(loaded, inputs, preprocessing, blocks=chosen, scale=scale, after_image=advance)
     write_png(sheet, output)
 
     facts = {
