@@ -10,7 +10,7 @@ import mctf
 from helpers.models import make
 from helpers.shared_data import SHARED, needs_shared
 from helpers.subjects import make_subject, make_task
-from mctf.data import Batches, Labels, Preprocessing, find_images
+from mctf.data import EvalLoader, Preprocessing, open_dataset
 from mctf.models.loading import load_model
 from mctf.reproduce import paper
 from mctf.reproduce.analyses import CRITERIA, ClassToken, class_tokens, order
@@ -74,7 +74,7 @@ def test_the_order_is_by_the_last_block() -> None:
 def test_real_images_give_the_paper_s_order(tmp_path: Path) -> None:
     model = load_model("deit_tiny_patch16_224", weights=SHARED / WEIGHTS)
     preprocessing = Preprocessing.of(model, crop_pct=0.875)
-    images = find_images(SHARED / IMAGES).spaced(64)
-    subject = Subject("deit", model, Batches(images, Labels(None), preprocessing.transform()), preprocessing)
+    images = open_dataset(SHARED / IMAGES).spaced(64)
+    subject = Subject("deit", model, EvalLoader(images, preprocessing.transform()), preprocessing)
     cosine = ClassToken().run(make_task(tmp_path, subject)[0])["cosine"]
     assert order(cosine) == order(paper.class_token_cosine())
