@@ -147,7 +147,7 @@ class ImageDataset:
     def check_trainable(self) -> "ImageDataset":
         """Itself; raises MctfError where it would train on other classes than the user meant."""
         if self.class_names is None or self.class_to_idx is None:
-            raise MctfError(f"training needs labels, and {self.unlabeled}")
+            raise MctfError(f"training needs labels, but {self.unlabeled}")
         present = set(self.class_names)
         for reader in self.readers:
             empty = [name for name in reader.empty_classes() if name not in present]

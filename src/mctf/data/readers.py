@@ -27,8 +27,8 @@ _LABEL_COLUMNS = ("label", "labels", "fine_label", "class")
 class ImageReader(Protocol):
     """Images of one source by index.
 
-    source: its name in messages. class_names: the class of every image; None for unlabeled images, with the reason and
-    the cure in `unlabeled`. classes: all classes in the dataset's own order; None where it has no order.
+    source: its name in messages. class_names: the class of every image; None for unlabeled images, with the reason in
+    `unlabeled`. classes: all classes in the dataset's own order; None where it has no order.
     empty_classes: class folders without images.
     """
 
@@ -88,7 +88,7 @@ class FileReader(ABC):
         if loose and len(loose) < len(self.names):
             raise MctfError(f"{path} holds class folders and loose images ({loose[0]}) side by side: keep one kind")
         self.class_names: list[str] | None = None if loose else [name.split("/", 1)[0] for name in self.names]
-        self.unlabeled = f"the images of {path} are in no class folders: name them class/name.jpg" if loose else ""
+        self.unlabeled = f"the images of {path} are in no class folders (class/name.jpg)" if loose else ""
 
     @abstractmethod
     def _files(self) -> list[str]:
