@@ -283,7 +283,7 @@ class TestRefuses:
     @pytest.mark.parametrize(
         ("table", "words"),
         [
-            ("0\tcat\tTabby\n1\tdog\tPug\n", "class folder 'emu'"),
+            ("0\tcat\tTabby\n1\tdog\tPug\n", "class 'emu'"),
             ("0\tcat\tTabby\n1 dog Pug\n", "expected index, folder and name between tabs"),
             ("0\tcat\n1\tdog\n3\temu\n", "has class 3, but the model has 3 classes"),
         ],

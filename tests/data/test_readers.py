@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from helpers.data_feeds import collect, number_of, options
 from helpers.images import encode, make_picture, write_folder, zip_folder
 from mctf import MctfError
-from mctf.data import open_dataset
+from mctf.data import make_feed, open_dataset
 from mctf.data.readers import HubReader, ImageReader, load_hub_dataset, open_reader
 
 NAMES = ("cat/a.png", "cat/b.jpg", "dog/deep/c.JPEG", "dog/d.png", "emu/e.png")
@@ -203,6 +205,16 @@ class TestHub:
             assert reason in dataset.for_model(10).notes[0]
             with pytest.raises(MctfError, match="training needs labels, but"):
                 dataset.check_trainable()
+
+    @pytest.mark.parametrize("in_memory", ["yes", "no"])
+    def test_feeds_training(self, hub: dict[tuple[str, str], Rows], in_memory: str) -> None:
+        hub["pets", "train"] = hub_rows([index % 3 for index in range(9)], ClassLabel(["ant", "cow", "dog"]))
+        feed = make_feed("hf:pets", options=options(in_memory=in_memory), device="cpu")
+        images, labels = collect(feed.batches(0))
+        assert [number_of(image) % 3 for image in torch.cat(images)] == torch.cat(labels).tolist()
+        hub["pets", "train"] = hub_rows([0, 2], ClassLabel(["ant", "cow", "dog"]))
+        with pytest.raises(MctfError, match=r"pets holds no images of class 'cow' \(1 of 3 classes have none\)"):
+            make_feed("hf:pets", options=options(), device="cpu")
 
     def test_missing_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "datasets", None)

@@ -169,7 +169,7 @@ OPERATIONS = (
     Operation("equalize", _no_amount, equalize),
     Operation("invert", _no_amount, invert),
     Operation("rotate", _signed(30), geometry=rotate),
-    Operation("posterize", lambda level, _: 2 ** (4 + (level * 4).floor().clamp(max=3)), posterize),
+    Operation("posterize", lambda level, _: (16 << (level * 4).long().clamp(max=3)).float(), posterize),
     Operation("solarize", lambda level, _: 256 - (level * 256).floor(), solarize),
     Operation("solarize_add", lambda level, _: (level * 110).floor(), solarize_add),
     Operation("saturation", _factor, saturation),
