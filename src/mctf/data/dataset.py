@@ -30,7 +30,7 @@ class ReadFailure:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ImageDataset:
     """Images by index, in the order of their sources and names, with class indices where classes are determined.
 
@@ -48,7 +48,7 @@ class ImageDataset:
     unlabeled: str = ""
     notes: tuple[str, ...] = ()
     table: Path | None = None
-    _ends: list[int] = field(init=False, repr=False, compare=False)
+    _ends: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_ends", list(accumulate(len(reader) for reader in self.readers)))
