@@ -13,33 +13,37 @@ OnCorrupt = Literal["skip", "stop"]
 
 @dataclass(frozen=True)
 class Limits:
-    """The numbers that an option takes: from `low` to `high`; exclusive: `low` itself is refused."""
+    """The numbers that an option takes, from `low` to `high`; above, below: without `low`, `high` itself."""
 
     low: float
     high: float = math.inf
-    exclusive: bool = False
+    above: bool = False
+    below: bool = False
     integer: bool = False
 
     def __contains__(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int if self.integer else (int, float)):
             return False
-        return self.low <= value <= self.high and not (self.exclusive and value == self.low)
+        if (self.above and value == self.low) or (self.below and value == self.high):
+            return False
+        return self.low <= value <= self.high
 
     def __str__(self) -> str:
         kind = "an integer" if self.integer else "a number"
-        low = f"above {self.low:g}" if self.exclusive else f"{self.low:g} or more"
-        return f"{kind}, {low}" + (f", at most {self.high:g}" if self.high < math.inf else "")
+        low = f"above {self.low:g}" if self.above else f"{self.low:g} or more"
+        high = f", below {self.high:g}" if self.below else f", at most {self.high:g}"
+        return f"{kind}, {low}" + (high if self.high < math.inf else "")
 
 
-# One entry per option that a training config repeats: the config checks its values by this table as well.
+# One entry per option that a training config repeats; the config accepts the same values.
 FEED_LIMITS: dict[str, Limits] = {
     "batch": Limits(1, integer=True),
     "repeated": Limits(1, integer=True),
     "workers": Limits(0, integer=True),
     "seed": Limits(0, integer=True),
-    "smallest_crop": Limits(0, 1, exclusive=True),
-    # up to 1 both feeds scale by factors from 0 to 2; above, torchvision cuts negative factors off
-    "color_jitter": Limits(0, 1),
+    "smallest_crop": Limits(0, 1, above=True),
+    # at 1 a factor can be 0, which makes an image black; above, factors are negative and torchvision cuts them off
+    "color_jitter": Limits(0, 1, below=True),
 }
 FEED_CHOICES: dict[str, tuple[str, ...]] = {
     "augmentation": ("none", "weak", "strong"),
