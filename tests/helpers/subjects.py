@@ -1,20 +1,23 @@
 """A tiny model with generated images, as the input of experiments."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from helpers.images import write_folder
 from helpers.models import make
-from mctf.data import Batches, Labels, Preprocessing, find_images
+from mctf.data import EvalLoader, Preprocessing, open_dataset
 from mctf.reproduce.runner import Subject, Task
 
 
 def make_subject(folder: Path, model: Any = None, *, images: int = 5) -> Subject:
     """Images of one class each, in batches of three."""
     model = make("plain") if model is None else model
-    files = find_images(write_folder(folder / "images", *(f"{index}.png" for index in range(images))))
+    dataset = open_dataset(write_folder(folder / "images", *(f"{index}.png" for index in range(images))))
     preprocessing = Preprocessing.of(model)
-    batches = Batches(files, Labels(tuple(range(images))), preprocessing.transform(), batch_size=3)
+    batches = EvalLoader(replace(dataset, targets=torch.arange(images)), preprocessing.transform(), batch_size=3)
     return Subject("plain", model, batches, preprocessing)
 
 

@@ -12,7 +12,7 @@ from helpers.shared_data import SHARED, needs_shared
 from helpers.subjects import make_subject, make_task
 from mctf.api import fused_stack
 from mctf.core.assignment import Assignment
-from mctf.data import Batches, Labels, Preprocessing, find_images
+from mctf.data import EvalLoader, Preprocessing, open_dataset
 from mctf.hosts import find_host
 from mctf.models.loading import load_model
 from mctf.reproduce import paper
@@ -83,8 +83,8 @@ class TestClassToken:
     def test_real_images_give_the_paper_s_order(self, tmp_path: Path) -> None:
         model = load_model("deit_tiny_patch16_224", weights=SHARED / WEIGHTS)
         preprocessing = Preprocessing.of(model, crop_pct=0.875)
-        images = find_images(SHARED / IMAGES).spaced(64)
-        subject = Subject("deit", model, Batches(images, Labels(None), preprocessing.transform()), preprocessing)
+        images = open_dataset(SHARED / IMAGES).spaced(64)
+        subject = Subject("deit", model, EvalLoader(images, preprocessing.transform()), preprocessing)
         cosine = ClassToken().run(make_task(tmp_path, subject)[0]).cosine
         assert rank_criteria(cosine) == rank_criteria(paper.class_token_cosine())
 

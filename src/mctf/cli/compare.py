@@ -92,7 +92,7 @@ def _compare(measuring: Measuring, methods: list[str], targets: list[float]) -> 
         "rows": [standing.as_dict() for standing in outcome.standings],
         "refusals": [asdict(refusal) for refusal in refusals],
         "verdicts": verdicts(outcome.standings),
-        "notes": [*subject.labels.notes, *outcome.notes, _PACE],
+        "notes": [*subject.dataset.notes, *outcome.notes, _PACE],
     }
     return facts, outcome
 

@@ -73,7 +73,7 @@ def _evaluate(measuring: Measuring, settings: list["Setting"]) -> tuple[dict[str
     if not first:
         return None, ()
     facts = measuring.facts(subject, images=result.images)
-    return facts | {"notes": [*subject.labels.notes, *result.notes]}, result.rows
+    return facts | {"notes": [*subject.dataset.notes, *result.notes]}, result.rows
 
 
 def _settings(methods: str, reductions: str, blocks: tuple[int, ...] | None, pairs: Sequence[str]) -> list["Setting"]:

@@ -49,7 +49,7 @@ Examples:
 """,
 )
 @click.argument("model", required=False)
-@click.option("--data", type=FILE, help="Folder or zip file of class/name images.")
+@click.option("--data", help="Folder or zip files of class/name images, or hf:NAME[:SPLIT].")
 @weights_option
 @classes_option
 @click.option("--out", required=True, type=FILE, help="Folder for the report and its results.")
@@ -67,7 +67,7 @@ Examples:
 @json_option
 def command(
     model: str | None,
-    data: Path | None,
+    data: str | None,
     out: Path,
     only: str,
     tables: str,
@@ -103,7 +103,7 @@ def command(
         with measuring.open() as opened:
             subject, conditions = _subject(measuring, opened, quick=quick)
             report = _run(out, requested, subject, conditions, quick=quick, again=again, progress=measuring.progress)
-        for note in opened.labels.notes:
+        for note in opened.dataset.notes:
             click.echo(f"note: {note}", err=True)
     click.echo(json.dumps(report, indent=1) if as_json else out / "index.html")
 
@@ -145,18 +145,18 @@ def _subject(measuring: Measuring, opened: Opened, *, quick: bool) -> tuple["Sub
     from ..hosts import find_host
     from ..reproduce.runner import Subject
 
-    if opened.processes.world > 1:
+    if opened.processes.is_distributed:
         raise MctfError("mctf reproduce runs in one process: start it without torchrun")
     find_host(opened.model)  # refuses an unsupported model before anything is measured
     conditions = {
         "model": measuring.model,
         "weights": "pretrained" if measuring.weights is None else measuring.weights.name,
         "weights_bytes": None if measuring.weights is None else measuring.weights.stat().st_size,
-        "data": measuring.data.name,
-        "images": len(opened.images),
+        "data": ",".join(Path(part.strip()).name for part in measuring.data.split(",")),
+        "images": len(opened.dataset),
         "image_size": list(opened.preprocessing.image_size),
         "crop_pct": opened.preprocessing.crop_pct,
-        "classes": opened.labels.indices is not None,
+        "classes": opened.dataset.targets is not None,
         "quick": quick,
     }
     return Subject(measuring.model, opened.model, opened.batches, opened.preprocessing), conditions

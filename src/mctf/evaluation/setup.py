@@ -1,6 +1,5 @@
 """What the verbs that measure a model on images have in common: their options, the model, the images, the facts."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -11,7 +10,6 @@ import click
 
 from .._utils import plural
 from ..cli.options import (
-    FILE,
     batch_size_option,
     classes_option,
     crop_option,
@@ -30,15 +28,12 @@ from ..errors import MctfError
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch import device as Device
 
-    from ..data import Batches, ImageFiles, Labels, Preprocessing
+    from ..data import EvalLoader, ImageDataset, Preprocessing
     from ..distributed import DistributedContext
 
-_MOST_WORKERS = 8
-
 _OPTIONS = (
-    click.option("--data", required=True, type=FILE, help="Folder or zip file of class/name images."),
+    click.option("--data", required=True, help="Folder or zip files of class/name images, or hf:NAME[:SPLIT]."),
     weights_option,
     classes_option,
     image_size_option,
@@ -67,17 +62,16 @@ class Subject:
     """A model on its device, and the images: all of them, and in batches those of this process."""
 
     model: Any
-    images: "ImageFiles"
-    labels: "Labels"
+    dataset: "ImageDataset"
     preprocessing: "Preprocessing"
-    batches: "Batches"
+    batches: "EvalLoader"
     processes: "DistributedContext"
 
     def sample(self, count: int) -> "Tensor":
         """So many images, evenly spaced over those of all processes, as the model takes them: B 3 H W."""
         import torch
 
-        chosen, transform = self.images.spaced(count), self.preprocessing.transform()
+        chosen, transform = self.dataset.spaced(count), self.preprocessing.transform()
         weight = next(self.model.parameters())
         pixels = torch.stack([transform(chosen.read(index)) for index in range(len(chosen))])
         return pixels.to(weight.device, weight.dtype)
@@ -88,7 +82,7 @@ class Measuring:
     """What the user asked for; the fields are options of the command."""
 
     model: str
-    data: Path
+    data: str
     weights: Path | None
     classes: Path | None
     image_size: str | None
@@ -106,8 +100,7 @@ class Measuring:
         """Everything found and loaded; in one of the processes of torchrun, where there are several."""
         import torch
 
-        from ..data import Batches, Preprocessing, find_images, find_labels
-        from ..data.dataset import share, spaced
+        from ..data import EvalLoader, Preprocessing, open_dataset
         from ..distributed import init_distributed
         from ..models.loading import load_model
         from .environment import pick_device
@@ -116,22 +109,22 @@ class Measuring:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         torch.manual_seed(0)  # layers that nobody has trained are the same in every run and process
-        images = find_images(self.data)
+        dataset = open_dataset(self.data)
         with init_distributed(pick_device(self.device_name)) as processes:
             device = processes.device
             model: Any = load_model(self.model, weights=self.weights, image_size=size)
             model = model.to(device, getattr(torch, self.dtype))
-            labels = find_labels(images, num_classes=model.num_classes, table=self.classes)
-            images, labels = spaced(images, labels, self.limit or len(images))
+            dataset = dataset.for_model(model.num_classes, classes=self.classes).spaced(self.limit or len(dataset))
             preprocessing = Preprocessing.of(model, crop_pct=self.crop_pct)
-            batches = Batches(
-                *share(images, labels, processes),
+            batches = EvalLoader(
+                dataset.shard(processes.rank, processes.world_size),
                 preprocessing.transform(),
                 batch_size=self.batch_size,
-                workers=_workers(self.workers, device),
+                workers=self.workers,
+                device=device,
             )
             try:
-                yield Subject(model, images, labels, preprocessing, batches, processes)
+                yield Subject(model, dataset, preprocessing, batches, processes)
             except torch.OutOfMemoryError:
                 raise MctfError(
                     f"{device} has too little memory for batches of {self.batch_size}: lower --batch-size"
@@ -144,11 +137,11 @@ class Measuring:
         return {
             "model": self.model,
             "weights": None if self.weights is None else str(self.weights),
-            "data": str(self.data),
+            "data": self.data,
             "images": images,
             "preprocessing": asdict(subject.preprocessing),
             "device": describe_device(subject.processes.device),
-            "processes": subject.processes.world,
+            "processes": subject.processes.world_size,
             "dtype": self.dtype,
             "batch_size": self.batch_size,
             "versions": versions(),
@@ -160,10 +153,3 @@ def title_of(facts: dict[str, Any]) -> str:
     """The line above a table of these facts."""
     images = plural(facts["images"], "image")
     return f"{facts['model']} on {images} of {facts['data']}, {facts['device']}, {facts['dtype']}"
-
-
-def _workers(asked: int | None, device: "Device") -> int:
-    """Beside a GPU all cores but one read images; beside a CPU that computes they would spoil its timing."""
-    if asked is not None:
-        return asked
-    return 0 if device.type == "cpu" else min(_MOST_WORKERS, max(0, (os.cpu_count() or 1) - 1))

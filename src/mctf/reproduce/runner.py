@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from ..data import Batch, Batches, Preprocessing
+from ..data import Batch, EvalLoader, Preprocessing
 from ..errors import MctfError
 from .records import Record, Records, Result
 
@@ -25,15 +25,15 @@ class Subject:
 
     name: str
     model: nn.Module
-    batches: Batches
+    batches: EvalLoader
     preprocessing: Preprocessing
 
     def __len__(self) -> int:
-        return len(self.batches.images)
+        return len(self.batches.dataset)
 
     def sample(self, count: int) -> Iterator[tuple[str, Tensor]]:
         """Names and inputs (3 H W) of at most `count` images, evenly spaced over all of them."""
-        images = self.batches.images.spaced(count)
+        images = self.batches.dataset.spaced(count)
         for index, name in enumerate(images.names):
             yield name, self.batches.transform(images.read(index))
 
