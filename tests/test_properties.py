@@ -181,21 +181,21 @@ def test_large_batches_are_attended_in_chunks(name: str, method: str, monkeypatc
 def test_attention_that_was_kept_is_the_attention_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mctf.fuse(make(name).double(), r=12)
     images = make_images(model, 3)
-    looks: list[attention.ReceivedAttention] = []
+    reused: list[attention.ReceivedAttention] = []
     attend = attention.attend
 
-    def noted(*args: Any, look: attention.ReceivedAttention | None = None, **options: Any) -> Tensor:
-        looks.extend([] if look is None else [look])
-        return attend(*args, look=look, **options)
+    def noted(*args: Any, received: attention.ReceivedAttention | None = None, **options: Any) -> Tensor:
+        reused.extend([] if received is None else [received])
+        return attend(*args, received=received, **options)
 
     monkeypatch.setattr(attention, "attend", noted)
     kept = model(images)
-    assert len(looks) > 0
-    assert all(look.pieces for look in looks)
-    looks.clear()
+    assert len(reused) > 0
+    assert all(received.map_chunks for received in reused)
+    reused.clear()
     with torch.enable_grad():
         torch.testing.assert_close(model(images), kept, atol=1e-9, rtol=1e-9)
-    monkeypatch.setattr(attention, "_KEPT", 0)
+    monkeypatch.setattr(attention, "_KEEP_MAX", 0)
     torch.testing.assert_close(model(images), kept, atol=1e-9, rtol=1e-9)
-    assert len(looks) > 0
-    assert not any(look.pieces for look in looks)
+    assert len(reused) > 0
+    assert not any(received.map_chunks for received in reused)

@@ -54,7 +54,7 @@ def assert_as_taught_or_refused(
 
 def assert_refused_for_talking_heads(model: nn.Module, method: str) -> None:
     """The error says why, and the model can still be fused by another method."""
-    with pytest.raises(mctf.MctfError, match=r"which heads that talk to each other \(CaiT\) have not: use '"):
+    with pytest.raises(mctf.MctfError, match=r"which talking heads \(CaiT\) do not support: use '"):
         mctf.fuse(model, method)
     mctf.unfuse(mctf.fuse(model, "tome", r=4))
 

@@ -246,7 +246,7 @@ def test_the_plan_is_an_upper_bound() -> None:
     plan = mctf.plan(model, method="a_vit")
     assert plan.token_counts == [197] * 12
     assert plan.gflops == plan.gflops_base
-    assert plan.notes == ["how many tokens leave depends on the image: token counts and GFLOPs are upper bounds"]
+    assert plan.notes == ["the number of kept tokens depends on the image: token counts and GFLOPs are upper bounds"]
     assert (
         mctf.fuse(timm.create_model("test_vit"), "a_vit").state_dict().keys()
         == timm.create_model("test_vit").state_dict().keys()

@@ -141,5 +141,5 @@ def test_gradients_reach_every_parameter() -> None:
 
 def test_a_first_block_that_has_nothing_to_choose_by_is_refused() -> None:
     model = mctf.fuse(make("plain"), "evo_vit", r=[0.5] * 4)
-    with pytest.raises(MctfError, match="the attention of the block before: let r begin after block 0"):
+    with pytest.raises(MctfError, match="the attention of the block before: r must be 0 in block 0"):
         model(make_images(model, 1))

@@ -35,7 +35,7 @@ def keep_topk(scores: Tensor, keep: int, *, protected: int) -> TopK:
     batch, tokens = scores.shape[0], protected + scores.shape[1]
     first = torch.arange(protected, device=scores.device).expand(batch, -1)
     index = torch.cat([first, protected + scores.topk(keep, dim=1).indices.sort(dim=1).values], dim=1)
-    kept = torch.zeros(batch, tokens, dtype=torch.bool, device=scores.device).scatter(1, index, True)
+    kept = torch.zeros(batch, tokens, dtype=torch.long, device=scores.device).scatter(1, index, 1) > 0
     return TopK(index, drop_assignment(kept, protected + keep, protected=protected), kept.float())
 
 

@@ -213,12 +213,16 @@ class Method(ABC):
         return tokens - r
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
-        """Multiply-adds of `run`: counted on the meta device, and by the formula of the method's paper."""
-        from ._counting import count_macs
-
-        run = count_macs(self, shape, tokens, r, protected)
+        """Multiply-adds of one block under both accounts."""
+        run = self.run_macs(shape, tokens, r, protected=protected)
         paper = self.paper_macs(shape, tokens, r, protected=protected)
         return Cost(paper=run if paper is None else paper, run=run)
+
+    def run_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int:
+        """Multiply-adds that `run` executes, counted on the meta device; a formula that gives the same is faster."""
+        from ._counting import count_macs
+
+        return count_macs(self, shape, tokens, r, protected)
 
     def paper_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int | None:
         """Multiply-adds by the published formula; None where that is what runs."""
@@ -309,4 +313,4 @@ def check_whole(least: int = 0, *, optional: bool = False, **options: object) ->
     for option, value in options.items():
         whole = isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**32
         if not whole and not (optional and value is None):
-            raise MctfError(f"{option}={value!r} must be a whole number from {least} on" + " or None" * optional)
+            raise MctfError(f"{option}={value!r} must be a whole number from {least} on" + ", or None" * optional)

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..core.flops import BlockShape
 from ..core.selection import drop_assignment
 from .base import BlockContext, BlockOps, BlockOutput, Method, check_whole
 
@@ -24,6 +25,9 @@ class _Drop(Method):
     drops: ClassVar[bool] = True
     control: ClassVar[bool] = True
 
+    def run_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int:
+        return shape.plain(tokens - r)
+
     @abstractmethod
     def kept(self, tokens: int, ctx: BlockContext, device: torch.device) -> Tensor:
         """The positions that are kept, in order: M, int64."""
@@ -33,7 +37,7 @@ class _Drop(Method):
             return BlockOutput(block.plain(x), None)
         batch, tokens, _ = x.shape
         index = self.kept(tokens, ctx, x.device)
-        kept = torch.zeros(1, tokens, dtype=torch.bool, device=x.device).index_fill(1, index, True).expand(batch, -1)
+        kept = (torch.zeros(tokens, device=x.device).index_fill(0, index, 1) > 0).expand(batch, -1)
         assignment, weights = drop_assignment(kept, tokens - ctx.r, protected=ctx.protected), kept.float()
         x = block.fused(assignment, weights).plain(x.index_select(1, index))
         return BlockOutput(x, None, assignment, weights)

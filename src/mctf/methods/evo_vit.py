@@ -23,7 +23,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from ..core.flops import BlockShape, Cost
+from ..core.flops import BlockShape
 from ..core.schedule import Amount, ReductionSpec
 from ..core.selection import TopK, keep_topk
 from ..errors import MctfError
@@ -94,9 +94,8 @@ class EvoViT(Method):
         state = attention.after(selected, received)
         return BlockOutput(x, None, informativeness=attention.whole, method_state=state)
 
-    def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
-        cost = shape.plain(tokens - r)
-        return Cost(paper=cost, run=cost)
+    def run_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int:
+        return shape.plain(tokens - r)
 
 
 def _stages(depth: int) -> Sequence[int]:

@@ -174,6 +174,22 @@ class MCTF(Method):
             return assignment.max_pool(x), assignment.total(torch.ones_like(a) if sizes is None else sizes)
         return kernels.fuse_tokens(x, self._factor(a), sizes, assignment, by_size=self._by_size)
 
+    def run_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int:
+        if r == 0:
+            return shape.plain(tokens)
+        if self.pooling == "max":
+            return super().run_macs(shape, tokens, r, protected=protected)
+        paper_only = split_product(tokens, shape.channels) - split_product(tokens - protected, shape.channels)
+        if self.attention == "one_step_ahead":
+            paper_only += shape.product(tokens - r, tokens - r) - shape.product(tokens, tokens)
+        macs = self.paper_macs(shape, tokens, r, protected=protected) - paper_only
+        received = shape.map(1 if self.informativeness == "class" else tokens, tokens)
+        if self.attention == "one_step_ahead":
+            return macs + received  # column means take a pass of their own
+        if self.attention == "precise":
+            return macs + received - shape.map(tokens, tokens)
+        return macs
+
     def paper_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int:
         if r == 0:
             return shape.plain(tokens)

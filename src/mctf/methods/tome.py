@@ -51,10 +51,12 @@ class ToMe(Method):
         x, sizes = kernels.fuse_tokens(x, None, sizes, assignment, by_size=True)
         return BlockOutput(block.add_mlp(x), sizes, assignment, weights)
 
-    def paper_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int | None:
-        if r == 0:
-            return None
-        similarity = split_product(tokens, shape.attention // shape.heads)
+    def paper_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int:
+        similarity = split_product(tokens, shape.attention // shape.heads) if r else 0
+        return shape.attention_branch(tokens) + similarity + shape.mlp_branch(tokens - r)
+
+    def run_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int:
+        similarity = split_product(tokens - protected, shape.attention // shape.heads) if r else 0
         return shape.attention_branch(tokens) + similarity + shape.mlp_branch(tokens - r)
 
 
