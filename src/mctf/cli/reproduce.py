@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MctfError
-from ..evaluation.setup import Measuring
-from ..evaluation.setup import Subject as Opened
 from .options import (
     FILE,
     batch_size_option,
@@ -31,6 +29,7 @@ from .output import check_folder
 from .progress import progress as progress_bar
 
 if TYPE_CHECKING:
+    from ..evaluation.setup import EvalRun
     from ..reproduce.records import Conditions, Record
     from ..reproduce.runner import Experiment, Subject, Work
 
@@ -87,6 +86,7 @@ def command(
     if (model is None) != (data is None):
         raise MctfError("MODEL and --data belong together: give both, or neither to work out costs alone")
 
+    from ..evaluation.setup import RunOptions, open_run
     from ..reproduce.catalogue import EXPERIMENTS
     from ..reproduce.runner import choose
 
@@ -96,10 +96,9 @@ def command(
     if model is None or data is None:
         known = _run(out, wanted, None, {}, quick=quick, again=again, progress=options["progress"])
     else:
-        asked = Measuring(model=model, data=data, limit=limit, workers=None, dtype="float32", **options)
-        with asked.open() as opened:
-            subject, conditions = _subject(asked, opened, quick=quick)
-            known = _run(out, wanted, subject, conditions, quick=quick, again=again, progress=asked.progress)
+        with open_run(RunOptions(model=model, data=data, limit=limit, **options)) as opened:
+            subject, conditions = _subject(opened, quick=quick)
+            known = _run(out, wanted, subject, conditions, quick=quick, again=again, progress=options["progress"])
         for note in opened.labels.notes:
             click.echo(f"note: {note}", err=True)
     click.echo(json.dumps(known, indent=1) if as_json else out / "index.html")
@@ -138,12 +137,13 @@ def _check_wanted(wanted: Sequence["Experiment"], model: str | None, *, named: b
         raise MctfError(f"{', '.join(needing)} cannot be measured without images: give MODEL and --data")
 
 
-def _subject(asked: Measuring, opened: Opened, *, quick: bool) -> tuple["Subject", "Conditions"]:
+def _subject(opened: "EvalRun", *, quick: bool) -> tuple["Subject", "Conditions"]:
     """The model and its images, and all that results depend on."""
     from ..hosts import find_host
     from ..reproduce.runner import Subject
 
-    if opened.processes.world > 1:
+    asked = opened.options
+    if opened.distributed.is_distributed:
         raise MctfError("mctf reproduce runs in one process: start it without torchrun")
     find_host(opened.model)  # refuses what cannot be fused before anything is measured
     conditions = {

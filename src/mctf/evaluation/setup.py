@@ -1,169 +1,120 @@
-"""What the verbs that measure a model on images have in common: their options, the model, the images, the facts."""
+"""Everything an evaluation runs on, opened from its options: model, images, labels, device and ranks.
+
+Axes: B images, 3 H W.
+"""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import click
+import torch
+from torch import Tensor
 
-from .._utils import plural
-from ..cli.options import (
-    FILE,
-    batch_size_option,
-    classes_option,
-    crop_option,
-    device_option,
-    dtype_option,
-    image_size_option,
-    json_option,
-    limit_option,
-    output_option,
-    parse_image_size,
-    progress_option,
-    threads_option,
-    weights_option,
-)
+from ..data import Batches, ImageFiles, Labels, Preprocessing, find_images, find_labels
+from ..data.dataset import share, spaced
+from ..distributed import DistributedContext, init_distributed
 from ..errors import MctfError
+from ..models.loading import load_model
+from .environment import command_line, describe_device, pick_device, versions
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch import device as Device
-
-    from ..data import Batches, ImageFiles, Labels, Preprocessing
-    from ..distributed import DistributedContext
-
-_MOST_WORKERS = 8
-
-_OPTIONS = (
-    click.option("--data", required=True, type=FILE, help="Folder or zip file of class/name images."),
-    weights_option,
-    classes_option,
-    image_size_option,
-    crop_option,
-    batch_size_option,
-    limit_option,
-    click.option("--workers", type=click.IntRange(0), help="Processes that read images; none on the CPU by default."),
-    device_option,
-    dtype_option,
-    threads_option,
-    progress_option,
-    output_option,
-    json_option,
-)
+_MAX_WORKERS = 8
 
 
-def measuring_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of `Measuring`, --output and --json."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What to evaluate and on which device; the fields are options of the command line."""
+
+    model: str
+    data: Path
+    weights: Path | None = None
+    classes: Path | None = None
+    image_size: tuple[int, int] | None = None
+    crop_pct: float | None = None
+    batch_size: int = 32
+    limit: int | None = None
+    workers: int | None = None
+    device_name: str | None = None
+    dtype: str = "float32"
+    threads: int | None = None
+    progress: bool | None = None
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model on its device, and the images: all of them, and in batches those of this process."""
+class EvalRun:
+    """A model on its device, all images with their labels, and the batches of this rank."""
 
+    options: RunOptions
     model: Any
-    images: "ImageFiles"
-    labels: "Labels"
-    preprocessing: "Preprocessing"
-    batches: "Batches"
-    processes: "DistributedContext"
+    images: ImageFiles
+    labels: Labels
+    preprocessing: Preprocessing
+    batches: Batches
+    distributed: DistributedContext
 
-    def sample(self, count: int) -> "Tensor":
-        """So many images, evenly spaced over those of all processes, as the model takes them: B 3 H W."""
-        import torch
-
+    def sample(self, count: int) -> Tensor:
+        """`count` images, evenly spaced over those of all ranks, on the device and in the dtype of the model: B 3 H W."""
         chosen, transform = self.images.spaced(count), self.preprocessing.transform()
         weight = next(self.model.parameters())
         pixels = torch.stack([transform(chosen.read(index)) for index in range(len(chosen))])
         return pixels.to(weight.device, weight.dtype)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Measuring:
-    """What the user asked for; the fields are options of the command."""
-
-    model: str
-    data: Path
-    weights: Path | None
-    classes: Path | None
-    image_size: str | None
-    crop_pct: float | None
-    batch_size: int
-    limit: int | None
-    workers: int | None
-    device_name: str | None
-    dtype: str
-    threads: int | None
-    progress: bool | None
-
-    @contextmanager
-    def open(self) -> Iterator[Subject]:
-        """Everything found and loaded; in one of the processes of torchrun, where there are several."""
-        import torch
-
-        from ..data import Batches, Preprocessing, find_images, find_labels
-        from ..data.dataset import share, spaced
-        from ..distributed import init_distributed
-        from ..models.loading import load_model
-        from .environment import pick_device
-
-        size = parse_image_size(self.image_size)
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        torch.manual_seed(0)  # layers that nobody has trained are the same in every run and process
-        images = find_images(self.data)
-        with init_distributed(pick_device(self.device_name)) as processes:
-            device = processes.device
-            model: Any = load_model(self.model, weights=self.weights, image_size=size)
-            model = model.to(device, getattr(torch, self.dtype))
-            labels = find_labels(images, num_classes=model.num_classes, table=self.classes)
-            images, labels = spaced(images, labels, self.limit or len(images))
-            preprocessing = Preprocessing.of(model, crop_pct=self.crop_pct)
-            batches = Batches(
-                *share(images, labels, processes),
-                preprocessing.transform(),
-                batch_size=self.batch_size,
-                workers=_workers(self.workers, device),
-            )
-            try:
-                yield Subject(model, images, labels, preprocessing, batches, processes)
-            except torch.OutOfMemoryError:
-                raise MctfError(
-                    f"{device} has too little memory for batches of {self.batch_size}: lower --batch-size"
-                ) from None
-
-    def facts(self, subject: Subject, *, images: int) -> dict[str, Any]:
-        """What was measured and on what, for the JSON object."""
-        from .environment import command_line, describe_device, versions
-
+    def facts(self, *, images: int) -> dict[str, Any]:
+        """The conditions of the run, for the JSON object."""
+        options = self.options
         return {
-            "model": self.model,
-            "weights": None if self.weights is None else str(self.weights),
-            "data": str(self.data),
+            "model": options.model,
+            "weights": None if options.weights is None else str(options.weights),
+            "data": str(options.data),
             "images": images,
-            "preprocessing": asdict(subject.preprocessing),
-            "device": describe_device(subject.processes.device),
-            "processes": subject.processes.world,
-            "dtype": self.dtype,
-            "batch_size": self.batch_size,
+            "preprocessing": asdict(self.preprocessing),
+            "device": describe_device(self.distributed.device),
+            "processes": self.distributed.world,
+            "dtype": options.dtype,
+            "batch_size": options.batch_size,
             "versions": versions(),
             "command": command_line(),
         }
 
 
-def title_of(facts: dict[str, Any]) -> str:
-    """The line above a table of these facts."""
-    images = plural(facts["images"], "image")
-    return f"{facts['model']} on {images} of {facts['data']}, {facts['device']}, {facts['dtype']}"
+@contextmanager
+def open_run(options: RunOptions) -> Iterator[EvalRun]:
+    """Find the images, join the ranks of torchrun if there are any, and load the model."""
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(0)  # untrained layers are the same in every run and on every rank
+    images = find_images(options.data)
+    with init_distributed(pick_device(options.device_name)) as distributed:
+        device = distributed.device
+        model: Any = load_model(options.model, weights=options.weights, image_size=options.image_size)
+        model = model.to(device, getattr(torch, options.dtype))
+        labels = find_labels(images, num_classes=model.num_classes, table=options.classes)
+        images, labels = spaced(images, labels, options.limit or len(images))
+        preprocessing = Preprocessing.of(model, crop_pct=options.crop_pct)
+        batches = Batches(
+            *share(images, labels, distributed),
+            preprocessing.transform(),
+            batch_size=options.batch_size,
+            workers=_num_workers(options.workers, device),
+        )
+        try:
+            yield EvalRun(options, model, images, labels, preprocessing, batches, distributed)
+        except torch.OutOfMemoryError:
+            raise MctfError(
+                f"{device} has too little memory for batches of {options.batch_size}: lower --batch-size"
+            ) from None
 
 
-def _workers(asked: int | None, device: "Device") -> int:
-    """Beside a GPU all cores but one read images; beside a CPU that computes they would spoil its timing."""
-    if asked is not None:
-        return asked
-    return 0 if device.type == "cpu" else min(_MOST_WORKERS, max(0, (os.cpu_count() or 1) - 1))
+def _num_workers(requested: int | None, device: torch.device) -> int:
+    """Loader processes of this rank: beside a GPU its share of the cores but one, at most 8.
+
+    On a CPU none: they would compete with the model and spoil its timing.
+    """
+    if requested is not None:
+        return requested
+    if device.type == "cpu":
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MAX_WORKERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) - 1)

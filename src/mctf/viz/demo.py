@@ -19,8 +19,8 @@ from ..core.schedule import ReductionSpec
 from ..data import Preprocessing
 from ..errors import MctfError
 from ..evaluation.environment import describe_device
-from ..evaluation.fidelity import Fidelity, Output, compare
-from ..evaluation.timing import measure
+from ..evaluation.fidelity import Fidelity, Output, average, run_model, score
+from ..evaluation.timing import time_interleaved
 from ..models.class_names import class_words
 from ..models.loading import copy_sharing_weights
 from ..planning import Plan, plan
@@ -118,7 +118,9 @@ class Demonstration:
         """Both models on the same batch of photographs, in turns."""
         pixels = self.pixels[torch.arange(batch) % len(self.pixels)]
         forwards = {"plain": lambda: self.plain(pixels), "fused": lambda: self.fused(pixels)}
-        timings = measure(forwards, device=pixels.device, rounds=rounds, warmup=WARMUP, after_round=after_round)
+        timings = time_interleaved(
+            forwards, device=pixels.device, rounds=rounds, warmup=WARMUP, after_round=after_round
+        )
         return Speed(
             plain_images_per_second=batch / timings["plain"].median,
             fused_images_per_second=batch / timings["fused"].median,
@@ -133,8 +135,8 @@ class Demonstration:
     @torch.inference_mode()
     def answers(self) -> tuple[Fidelity, list[Answer]]:
         """How near the fused model's answers are to the plain one's, and what both say of each photograph."""
-        plain, fused = _output(self.plain, self.pixels), _output(self.fused, self.pixels)
-        fidelity = compare(fused, plain, None, classifies=self.classes > 0)
+        plain, fused = run_model(self.plain, self.pixels), run_model(self.fused, self.pixels)
+        fidelity = average(score(fused, plain, None, classifies=self.classes > 0))
         if not self.classes:
             return fidelity, []
         words = class_words(self.plain)
@@ -145,11 +147,6 @@ class Demonstration:
         """Every photograph and what its patches became."""
         blocks = choose_blocks(None, len(self.plan.reductions))
         return gallery(self.fused, list(self.pixels), self.preprocessing, blocks=blocks, after_image=after_image)
-
-
-def _output(model: Any, pixels: Tensor) -> Output:
-    features = model.forward_features(pixels)
-    return Output(model.forward_head(features), model.forward_head(features, pre_logits=True))
 
 
 def _firsts(output: Output, words: Sequence[str]) -> list[tuple[str, float]]:
