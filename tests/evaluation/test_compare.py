@@ -1,6 +1,5 @@
 """Candidates at equal cost, how they are ranked, and the sentences about them."""
 
-
 import pytest
 import timm
 import torch

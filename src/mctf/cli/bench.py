@@ -110,8 +110,11 @@ def command(
     from ..evaluation.benchmark import BenchmarkConfig, verdicts
     from ..evaluation.environment import command_line, commit, describe_device, pick_device, versions
     from ..hosts import find_host
+    from ..methods import make_method
     from ..models.loading import create
 
+    for name in methods:  # before models are built
+        make_method(name, {})
     if threads is not None:
         torch.set_num_threads(threads)
     device, precision = pick_device(device_name), getattr(torch, dtype)

@@ -15,7 +15,7 @@ from .progress import progress
 if TYPE_CHECKING:
     from ..core.schedule import ReductionSpec
     from ..evaluation.fidelity import Fidelity
-    from ..viz.demo import Answer, Demonstration, Speed
+    from ..viz.demo import Answer, Speed
 
 _MIN_SPEEDUP = 1.02  # two runs of the same model differ by as much
 
@@ -65,9 +65,11 @@ def command(
     check_folder(output, "--output")
 
     from ..evaluation.environment import pick_device, versions
+    from ..methods import make_method
     from ..viz.contact_sheet import write_png
     from ..viz.demo import WARMUP, Demonstration, photographs
 
+    make_method(method, {})  # before a download
     files, device = photographs(), pick_device(device_name)
     with progress(f"loading {model}"):
         loaded, source = load_or_random(model, weights=weights)

@@ -86,10 +86,12 @@ def command(
     from ..api import fuse
     from ..data import Preprocessing
     from ..hosts import find_host
+    from ..methods import make_method
     from ..planning import plan
     from ..viz.contact_sheet import choose_blocks, gallery, write_png
     from ..viz.fused_patches import open_image
 
+    make_method(method, options)  # before a download
     opened = [open_image(path) for path in images]
     loaded, source = load_described(model, weights=weights, random=random_weights, image_size=image_size)
     chosen = choose_blocks(show_blocks, find_host(loaded).depth)
