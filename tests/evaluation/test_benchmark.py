@@ -21,6 +21,7 @@ from mctf.evaluation.benchmark import (
     verdicts,
 )
 from mctf.evaluation.timing import UNSTABLE, timed
+from mctf.hosts import patch_embed
 from mctf.hosts.patch_embed import MatmulPatchEmbed
 
 CONFIG = BenchmarkConfig(("mctf", "tome"), 8, 2, (160, 160))
@@ -43,18 +44,21 @@ class TestContenders:
         assert products == {BASELINE_MATMUL, "mctf", "tome", FREE_DROP}
         assert type(contenders[FREE_DROP_CONV].patch_embed.proj) is nn.Conv2d
         assert type(contenders[BASELINE_MATMUL].blocks) is type(model.blocks)
-        assert contenders[BASELINE_MATMUL].patch_embed.proj.wanted()  # in a fused model only where r reduces tokens
 
     @torch.inference_mode()
-    def test_the_product_computes_what_the_convolution_computes(self, model: nn.Module) -> None:
-        """Called directly: on a CPU the module uses the convolution."""
+    def test_the_product_computes_what_the_convolution_computes(
+        self, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         images = torch.randn(2, 3, 160, 160, dtype=torch.float64)
         contenders = make_contenders(model.double(), CONFIG, matmul=True)
-        product = contenders[BASELINE_MATMUL].patch_embed.proj._multiply(images)
-        torch.testing.assert_close(product, contenders[BASELINE].patch_embed.proj(images))
         expected = model(images)
         for name in (BASELINE, BASELINE_MATMUL):
-            assert torch.equal(contenders[name](images), expected)
+            assert torch.equal(contenders[name](images), expected)  # on a CPU both use the convolution
+        monkeypatch.setattr(patch_embed, "_reduced_precision_on_gpu", lambda images: True)
+        assert torch.equal(contenders[BASELINE](images), expected)
+        product = contenders[BASELINE_MATMUL](images)
+        torch.testing.assert_close(product, expected)
+        assert not torch.equal(product, expected)  # it sums in another order
 
     def test_weights_are_shared_and_the_model_is_not_changed(self, model: nn.Module) -> None:
         contenders = make_contenders(model, CONFIG, matmul=True)

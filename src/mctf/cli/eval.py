@@ -24,7 +24,8 @@ Examples:
   mctf eval deit_small_patch16_224 --data imagenet/val
   mctf eval deit_small_patch16_224 --data photos.zip -r 8,16,fast --limit 500
   mctf eval deit_tiny_patch16_224 --data val.zip \\
-      --weights tiny.safetensors --classes classes.tsv -r 0,16 -m mctf,tome --json
+      --weights tiny.safetensors --classes classes.tsv \\
+      -r 0,16 --method mctf,tome --json
   torchrun --nproc-per-node 8 -m mctf eval deit_base_patch16_224 \\
       --data imagenet/val
 """,

@@ -55,7 +55,7 @@ class EvalRun:
     distributed: DistributedContext
 
     def sample(self, count: int) -> Tensor:
-        """`count` images, evenly spaced over those of all ranks, in the dtype and on the device of the model: B 3 H W."""
+        """`count` images, evenly spaced over those of all ranks, as input of the model: B 3 H W."""
         chosen, transform = self.images.spaced(count), self.preprocessing.transform()
         weight = next(self.model.parameters())
         pixels = torch.stack([transform(chosen.read(index)) for index in range(len(chosen))])
