@@ -52,6 +52,7 @@ def test_without_network_random_weights_are_reported(command, tmp_path) -> None:
     sheet = Image.open(tmp_path / "mctf-demo" / "fused.png")
     assert sheet.height > 4 * 3 * 160, "four photographs, enlarged three times"
     assert outcome.err == ""
+    assert max(map(len, outcome.out.splitlines())) <= 80
 
 
 def test_json_is_one_object(command, tmp_path) -> None:
@@ -91,7 +92,7 @@ def test_speedup_is_that_of_the_fused_model_over_the_unfused_one(monkeypatch) ->
 )
 def test_no_gain_and_unstable_rounds_are_reported(speedup, spread, verdict) -> None:
     speed = viz_demo.Speed(10, 10 * speedup, speedup, spread, rounds=7, batch=8, dtype="float32", device="cpu")
-    _, _, *remarks = demo._speed_text(speed).splitlines()
+    _, _, _, *remarks = demo._speed_text(speed).splitlines()
     assert verdict in "".join(remarks)
     assert bool(remarks) is bool(verdict)
 

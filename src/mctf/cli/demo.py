@@ -107,8 +107,9 @@ def _weights_text(source: str, *, classes: int) -> str:
     if source != RANDOM:
         return f"weights: {source}" + (f", {plural(classes, 'class', 'classes')}" if classes else "")
     return (
-        "weights: RANDOM. Pretrained weights are neither in the cache nor can they be downloaded, so predictions are\n"
-        "meaningless; cost, speed and picture are not. Use --weights FILE for real predictions."
+        "weights: RANDOM. Pretrained weights are not in the cache and the download\n"
+        "failed, so predictions are meaningless; cost, speed and picture are not.\n"
+        "Use --weights FILE for real predictions."
     )
 
 
@@ -118,14 +119,14 @@ def _speed_text(speed: "Speed") -> str:
     lines = [
         f"speed: {speed.fused_images_per_second:.1f} images/s fused, {speed.plain_images_per_second:.1f} unfused: "
         f"{speed.speedup:.2f}x",
-        f"  medians over {plural(speed.rounds, 'interleaved round')}, relative spread {speed.spread:.0%}, "
-        f"batch {speed.batch}, {speed.dtype}, {speed.device}",
+        f"  medians over {plural(speed.rounds, 'interleaved round')}, relative spread {speed.spread:.0%},",
+        f"  batch {speed.batch}, {speed.dtype}, {speed.device}",
     ]
     if speed.spread > MAX_SPREAD:
         lines.append(f"  {UNSTABLE}")
     elif speed.speedup < _MIN_SPEEDUP:
-        lines.append("  fusing does not pay here: matching tokens costs what the shorter sequence saves;")
-        lines.append("  try -r fast, which fuses in fewer blocks, a larger model, larger images or a larger --batch")
+        lines.append("  fusing does not pay here: matching costs what the shorter sequence saves;")
+        lines.append("  try -r fast (fewer blocks), a larger model, larger images or a larger --batch")
     return "\n".join(lines)
 
 
@@ -133,9 +134,9 @@ def _fidelity_text(fidelity: "Fidelity", answers: list["Answer"], *, images: int
     parts = [f"class-token cosine {fidelity.class_cosine:.4f}"]
     if fidelity.kl is not None:
         parts = [f"same top-1 prediction for {fidelity.agreement:.0f} %", f"KL {fidelity.kl:.4f}", *parts]
-    lines = [f"fidelity to the unfused model on {plural(images, 'photograph')}: {', '.join(parts)}"]
+    lines = [f"fidelity to the unfused model on {plural(images, 'photograph')}:", f"  {', '.join(parts)}"]
     if not trained:
-        return f"{lines[0]}\n  with random weights: this does not carry over to a trained model"
+        return "\n".join([*lines, "  with random weights: this does not carry over to a trained model"])
     for answer in answers:
         plain = f"{answer.plain} {answer.plain_probability:.0%}"
         lines.append(f"  {answer.photograph:10}{plain:28} fused: {answer.fused} {answer.fused_probability:.0%}")

@@ -15,7 +15,7 @@ import torch
 from ..errors import MctfError
 
 MAX_SPREAD = 0.25  # a larger relative spread means that other processes disturbed the rounds
-UNSTABLE = "timings vary too much between rounds to be trusted: another process uses the machine"
+UNSTABLE = "timings vary too much to be trusted: another process uses the machine"
 
 T = TypeVar("T")
 
