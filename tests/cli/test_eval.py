@@ -1,6 +1,7 @@
 """`mctf eval`: its JSON object, table and file, and one line for every kind of wrong input."""
 
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -163,12 +164,10 @@ class TestOutput:
         path = tmp_path / "rows.json"
         path.write_text("before")
 
-        def full_disk(self: Path, content: bytes) -> None:
-            with open(self, "wb") as file:
-                file.write(content[:3])
+        def full_disk(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(Path, "write_bytes", full_disk)
+        monkeypatch.setattr(os, "replace", full_disk)
         with pytest.raises(mctf.MctfError, match=r"rows\.json cannot be written \(No space left on device\)"):
             write_text(path, "after")
         assert path.read_text() == "before"
