@@ -1,30 +1,48 @@
-# Every target makes the environment in .venv when it is missing; nothing else is needed but Python 3.11 and pip.
+# Every target creates the environment in .venv when it is missing. Python 3.11 or later and pip are all it needs.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test check docs format clean
+.PHONY: demo test test-all check coverage docs wheel format clean
 
 demo: .venv/ready
 	$(BIN)/mctf demo
 
+# Tests run in two processes. The Triton kernels run on the CPU, by Triton's interpreter.
 test: .venv/ready
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+
+# The tests marked slow as well.
+test-all: .venv/ready
+	$(PYTEST) -m ""
+	TRITON_INTERPRET=1 $(PYTEST) -m "" tests/kernels
 
 check: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+# The last line of the report is the figure; --cov-append adds the interpreter's run to the first one.
+coverage: .venv/ready
+	$(PYTEST) --cov --cov-report=
+	TRITON_INTERPRET=1 $(PYTEST) --cov --cov-append --cov-report=term tests/kernels
 
 docs: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -m helpers.model_page
+	$(BIN)/python benchmarks/performance_page.py
+
+# By the environment's own setuptools, so that it needs no network.
+wheel: .venv/ready
+	$(BIN)/python -m build --no-isolation
 
 format: .venv/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mctf
-from helpers.models import CHOSEN, METHODS, make, make_images, run
+from helpers.models import CHOSEN, METHODS, ONE_PER_OPS, make, make_images, run
 
 every_method = pytest.mark.parametrize("method", METHODS)
 REDUCTIONS = [4, 6]  # of two blocks: compiling is slow
@@ -17,7 +17,11 @@ def _fresh_compiler() -> None:
     torch.compiler.reset()
 
 
-BY_TURNS = [(name, METHODS[index % 3]) for index, name in enumerate(CHOSEN)]
+# one model per class of BlockOps; the rest of the chosen models are slow tests
+BY_TURNS = [
+    pytest.param(name, METHODS[index % 3], marks=() if name in ONE_PER_OPS else pytest.mark.slow)
+    for index, name in enumerate(CHOSEN)
+]
 
 
 @pytest.mark.parametrize(("name", "method"), BY_TURNS)

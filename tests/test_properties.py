@@ -10,21 +10,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mctf
-from helpers.models import DEPTH, METHODS, NAMES, PAIRS, equal_tokens, family_of, make, make_images, run, tokens_of
+from helpers.models import DEPTH, METHODS, PAIRS, PRODUCT, equal_tokens, family_of, make, make_images, run, tokens_of
 from helpers.naive import assert_r_0_is_plain
 from mctf.core import attention
 
 entries = st.one_of(st.integers(0, 40), st.floats(0, 0.6))
 reductions = st.one_of(entries, st.lists(entries, min_size=DEPTH, max_size=DEPTH))
 every_pair = pytest.mark.parametrize(("name", "method"), PAIRS)
-every_model = pytest.mark.parametrize("name", NAMES)
+every_product = pytest.mark.parametrize(("name", "method"), PRODUCT)
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
-@every_method
-@every_model
+@every_product
 @torch.no_grad()
-def test_r_0_is_the_plain_model_bit_for_bit(name: str, method: str) -> None:
+def test_r_0_is_the_unfused_model_bit_for_bit(name: str, method: str) -> None:
     model = make(name)
     assert_r_0_is_plain(model, make_images(model, 2), method)
 
@@ -107,16 +106,14 @@ def loss_of_equal_tokens(model: nn.Module, equal: int, method: str, **options: A
     return (every - plain).abs().max()
 
 
-@every_method
-@every_model
+@every_product
 @torch.no_grad()
-def test_equal_tokens_fuse_for_free(name: str, method: str) -> None:
+def test_merging_equal_tokens_changes_nothing(name: str, method: str) -> None:
     model = make(name).double()
     assert loss_of_equal_tokens(model, 48, method, r=10) < 1e-5
 
 
-@every_method
-@every_model
+@every_product
 @torch.no_grad()
 def test_pairs_of_equal_tokens_find_each_other(name: str, method: str) -> None:
     model = make(name).double()
@@ -164,12 +161,12 @@ def test_a_head_changed_while_fused_gets_what_it_reads(method: str) -> None:
 
 
 # ToMe looks at no map, but heads that talk to each other make one for every method
-LOOKS = [*product(("registers", "cait", "beit"), ("mctf", "mctf_exact")), ("cait", "tome")]
+CHUNKED = [*product(("registers", "cait", "beit"), ("mctf", "mctf_exact")), ("cait", "tome")]
 
 
-@pytest.mark.parametrize(("name", "method"), LOOKS)
+@pytest.mark.parametrize(("name", "method"), CHUNKED)
 @torch.no_grad()
-def test_large_batches_are_looked_at_piece_by_piece(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_are_attended_in_chunks(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(name).double()
     images = make_images(model, 5)
     mctf.fuse(model, method, r=12)

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from helpers import reference
-from helpers.models import DEPTH, METHODS, NAMES, family_of, make, make_images
+from helpers.models import DEPTH, METHODS, NAMES, PRODUCT, family_of, make, make_images
 from helpers.reference_check import assert_as_reference, slow_result
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "method"), PRODUCT)
 @torch.no_grad()
 def test_every_model_is_as_the_reference(name: str, method: str) -> None:
     model = make(name).double()

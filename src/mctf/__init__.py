@@ -17,13 +17,25 @@ if TYPE_CHECKING:
     from .api import fuse, set_r, unfuse
     from .errors import MctfError
     from .hosts import register_host
-    from .methods import methods
+    from .methods import methods, register_method
     from .planning import Plan, plan
     from .tracing import Trace, trace
 
 __version__ = "0.1.0"
 
-__all__ = ["MctfError", "Plan", "Trace", "fuse", "methods", "plan", "register_host", "set_r", "trace", "unfuse"]
+__all__ = [
+    "MctfError",
+    "Plan",
+    "Trace",
+    "fuse",
+    "methods",
+    "plan",
+    "register_host",
+    "register_method",
+    "set_r",
+    "trace",
+    "unfuse",
+]
 
 _HOMES = {
     "MctfError": "errors",
@@ -32,6 +44,7 @@ _HOMES = {
     "fuse": "api",
     "plan": "planning",
     "register_host": "hosts",
+    "register_method": "methods",
     "set_r": "api",
     "trace": "tracing",
     "unfuse": "api",

@@ -1,4 +1,4 @@
-"""Three verbs: fuse a model, take it back, change how much is fused."""
+"""fuse, unfuse, set_r: fuse a model in place, restore it, change the schedule."""
 
 from collections.abc import Iterable
 
@@ -36,23 +36,27 @@ def fuse(
     Everything is checked before the model is touched. Returns the same model.
     """
     check_bool(dense=dense)
-    chosen = read_blocks(blocks)
-    made = make_method(method, options)
+    block_numbers = read_blocks(blocks)
+    chosen_method = make_method(method, options)
     if find_stack(model) is not None:
         raise MctfError("the model is fused already: mctf.set_r changes r; mctf.unfuse comes before another method")
     host = find_host(model)
-    made = made.resolve(class_token=host.class_token)
-    r = made.default_r if r is None else r
-    schedule = make_schedule(r, depth=host.depth, blocks=chosen, default_blocks=made.default_blocks(host.depth))
-    layers = make_layers(model, host, made, schedule)
-    host.install(FusedStack(host.container, host, made, r=r, blocks=chosen, dense=dense, layers=layers))
+    chosen_method = chosen_method.resolve(class_token=host.class_token)
+    r = chosen_method.default_r if r is None else r
+    default_blocks = chosen_method.default_blocks(host.depth)
+    schedule = make_schedule(r, depth=host.depth, blocks=block_numbers, default_blocks=default_blocks)
+    layers = None
+    if chosen_method.learned:
+        layers = make_layers(model, chosen_method, host.architecture(None).blocks, schedule)
+    stack = FusedStack(host.container, host, chosen_method, r=r, blocks=block_numbers, dense=dense, layers=layers)
+    host.install(stack)
     if layers is not None:
         model.add_module(LAYERS, layers)
     return model
 
 
 def unfuse(model: nn.Module) -> nn.Module:
-    """Give a fused model its own blocks back, in place; it computes bit for bit what it did before."""
+    """Restore the model's own blocks in place; it computes bit for bit what it did before fusing."""
     stack = fused_stack(model)
     stack.host.uninstall(stack)
     model._modules.pop(LAYERS, None)
@@ -60,7 +64,7 @@ def unfuse(model: nn.Module) -> nn.Module:
 
 
 def set_r(model: nn.Module, r: ReductionSpec) -> None:
-    """Change how many tokens a fused model fuses: cheap, also between two steps of training."""
+    """Change the r of a fused model: cheap enough for every training step."""
     fused_stack(model).set_r(r)
 
 

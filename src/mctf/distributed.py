@@ -1,4 +1,4 @@
-"""The processes of one run: a single one, or several that torchrun started side by side."""
+"""Distributed execution: the rank of this process, its device, and collectives that also work in a single process."""
 
 import os
 from collections.abc import Iterator
@@ -14,54 +14,47 @@ from .errors import MctfError
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """Which of `world` processes this one is (from 0), and the device that it computes on."""
+    """rank: of this process, from 0. world_size: number of processes. device: of this process."""
 
     rank: int
-    world: int
+    world_size: int
     device: torch.device
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that prints and writes for all of them."""
+        """Whether this is rank 0, which prints and writes files."""
         return self.rank == 0
 
     @property
     def is_distributed(self) -> bool:
-        return self.world > 1
+        return self.world_size > 1
 
 
 @contextmanager
 def init_distributed(device: torch.device) -> Iterator[DistributedContext]:
-    """Joins the group that torchrun announces in the environment; without one this process is alone.
+    """The process group of torchrun (`WORLD_SIZE`), or a single process without one.
 
-    GPUs speak by nccl, one a process; everything else speaks by gloo. The group is left at the end, but not after an
-    error: others may still wait for this process, and torchrun ends them.
+    NCCL on GPUs, one process per GPU, else Gloo. The group is destroyed at the end, but not after an error: other
+    ranks may be waiting in a collective, and torchrun terminates them.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield DistributedContext(0, 1, device)
         return
-    device = _own_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= count:
+            raise MctfError(
+                f"process {local_rank} has no GPU, there are only {count}: start torchrun --nproc-per-node {count}"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     yield DistributedContext(dist.get_rank(), dist.get_world_size(), device)
     dist.destroy_process_group()
 
 
-def _own_device(device: torch.device, local_rank: int) -> torch.device:
-    if device.type != "cuda":
-        return device
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise MctfError(
-            f"process {local_rank} has no GPU, there are only {count}: start torchrun --nproc-per-node {count}"
-        )
-    own = torch.device("cuda", local_rank)
-    torch.cuda.set_device(own)
-    return own
-
-
 def all_gather_object(value: Any) -> list[Any]:
-    """What every process of the group gives, in the order of ranks."""
+    """The values of all ranks, in rank order."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -70,7 +63,7 @@ def all_gather_object(value: Any) -> list[Any]:
 
 
 def broadcast_object(value: Any) -> Any:
-    """What the first process gives, in every process."""
+    """The value of rank 0, on every rank."""
     if not dist.is_initialized():
         return value
     values = [value]

@@ -1,21 +1,21 @@
-"""The one exception users meet: what was expected, what came, what to do about it."""
+"""The one exception that users see: what was expected, what came, what to do about it."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-_MANY = 60  # words that nobody reads through in an error
+_MANY = 60  # more words than an error message should list
 
 
 class MctfError(ValueError):
     """Input that mctf refuses. The message is one sentence that names the cure."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A ready clause for an error text: the closest known word, or the list of all of them unless they are many."""
-    spelled = {each.lower(): each for each in sorted(known)}
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """A clause for an error message: the closest valid word, or the list of all of them unless they are many."""
+    spelled = {each.lower(): each for each in sorted(choices)}
     close = get_close_matches(word.lower(), spelled, n=1)
     if close:
         return f"did you mean {spelled[close[0]]!r}?"
     if len(spelled) > _MANY:
-        return f"it is like none of the {len(spelled)} that are known, look it up"
+        return f"no close match among {len(spelled):,} names"
     return f"choose from {', '.join(spelled.values())}"

@@ -1,4 +1,4 @@
-"""What a fused model will cost, worked out from shapes alone: nothing is run and nothing is changed."""
+"""Token counts and FLOPs of a fused model, computed from shapes: nothing runs and nothing changes."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -7,29 +7,28 @@ from typing import cast
 import torch
 from torch import nn
 
-from ._utils import format_blocks, format_counts
+from ._utils import format_blocks, format_counts, parse_image_size
 from .core.flops import Cost
 from .core.schedule import Amount, Reduction, ReductionSpec, make_schedule, read_blocks, reductions
-from .errors import MctfError
 from .hosts import Architecture, find_host
 from .methods import make_method
 from .methods._layers import split_state_dict
 from .methods.base import Adaptive, Method, check_bool
 from .models.loading import create_empty
 
-DEPENDS = "how many tokens leave depends on the image: token counts and GFLOPs are upper bounds"
+DEPENDS = "the number of kept tokens depends on the image: token counts and GFLOPs are upper bounds"
 
 
 @dataclass(frozen=True)
 class Plan:
     """Tokens and multiply-adds of every block of one model under one setting.
 
-    gflops and gflops_base, that of the plain model, follow the paper's accounting (fvcore's convention: one FLOP a
-    multiply-add). gflops_run counts what this implementation executes, which the paper's formula does not; with r = 0
-    that is the plain model as fvcore counts it, and differs from gflops_base for LV-ViT alone, whose second
-    classifier the paper leaves out. adaptive: whether each image decides how many tokens remain; what is said here then
-    is the most that it can be, and `mctf.evaluation.adaptive_flops` says what it is. parameters: of the model with the layers
-    of a learned method; learned_parameters: of these layers alone.
+    gflops, gflops_base: of the fused model and of the baseline by the paper's accounting (fvcore's convention, one FLOP
+    per multiply-add). gflops_run: what this implementation executes. With r = 0 it is fvcore's count of the baseline,
+    and differs from gflops_base for LV-ViT alone, whose second classifier the paper leaves out.
+    adaptive: each image decides how many tokens remain; the counts are then upper bounds, and
+    `mctf.evaluation.adaptive_flops` measures real images.
+    parameters: of the model with the layers of a learned method. learned_parameters: of these layers alone.
     """
 
     model: str
@@ -47,32 +46,31 @@ class Plan:
 
     @property
     def token_counts(self) -> list[int]:
-        """Tokens leaving each block."""
+        """Tokens after each block."""
         return [step.num_remaining for step in self.reductions]
 
     @property
     def saved(self) -> float:
-        """Share of the base model's FLOPs that fusing saves, by the paper's accounting."""
+        """Share of the baseline's FLOPs that is saved, by the paper's accounting."""
         return 1 - self.gflops / self.gflops_base
 
     @property
     def capped(self) -> list[int]:
-        """Blocks that fewer tokens leave than was asked for."""
+        """Blocks that remove fewer tokens than requested."""
         return [block for block, step in enumerate(self.reductions) if step.num_reduced < step.num_requested]
 
     @property
     def notes(self) -> list[str]:
-        """A line where r had to be capped in some blocks, and one where images decide."""
+        """A line where r was capped in some blocks, and one where token counts depend on the image."""
         notes = [DEPENDS] if self.adaptive else []
         if capped := self.capped:
-            asked, taken = (
-                format_counts([getattr(self.reductions[i], kind) for i in capped]) for kind in ("asked", "taken")
-            )
-            notes.insert(0, f"{format_blocks(capped)}: r={asked} capped to {taken} for want of tokens")
+            requested = format_counts([self.reductions[block].num_requested for block in capped])
+            reduced = format_counts([self.reductions[block].num_reduced for block in capped])
+            notes.insert(0, f"{format_blocks(capped)}: r={requested} capped to {reduced} (too few tokens left)")
         return notes
 
     def as_dict(self) -> dict[str, object]:
-        """Plain numbers, for JSON."""
+        """Numbers and strings for JSON."""
         costs = ("gflops", "gflops_base", "gflops_run", "saved", "parameters", "learned_parameters")
         return {name: getattr(self, name) for name in ("model", "method", "r", "token_counts", *costs, "notes")}
 
@@ -105,53 +103,36 @@ def plan(
     architecture: of this model at this image size, to plan many settings without working it out for each.
     """
     check_bool(dense=dense)
-    size = _read_size(image_size)
-    made = make_method(method, options)
+    size = None if image_size is None else parse_image_size(image_size)
+    chosen = make_method(method, options)
     module = create_empty(model, image_size=size) if isinstance(model, str) else model
     host = find_host(module)
-    made = made.resolve(class_token=host.class_token)
+    chosen = chosen.resolve(class_token=host.class_token)
     architecture = host.architecture(size) if architecture is None else architecture
-    r = made.default_r if r is None else r
-    schedule = make_schedule(
-        r,
-        depth=len(architecture.blocks),
-        blocks=read_blocks(blocks),
-        default_blocks=made.default_blocks(len(architecture.blocks)),
-    )
-    result = _plan(replace(architecture, reads_every_token=architecture.reads_every_token or dense), made, schedule, r)
-    learned = _learned_parameters(architecture, made, schedule)
+    depth = len(architecture.blocks)
+    r = chosen.default_r if r is None else r
+    schedule = make_schedule(r, depth=depth, blocks=read_blocks(blocks), default_blocks=chosen.default_blocks(depth))
+    with torch.device("meta"):
+        layers = chosen.make_layers(architecture.blocks, schedule)
+    learned = 0 if layers is None else sum(value.numel() for value in layers.parameters())
     own, _ = split_state_dict(dict(module.named_parameters()))
     parameters = learned + sum(value.numel() for value in own.values())
-    return replace(result, parameters=parameters, learned_parameters=learned)
-
-
-def _learned_parameters(architecture: Architecture, method: Method, schedule: Sequence[Amount]) -> int:
-    with torch.device("meta"):
-        layers = method.make_layers(architecture.blocks, schedule)
-    return 0 if layers is None else sum(value.numel() for value in layers.parameters())
-
-
-def _read_size(image_size: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    if image_size is None:
-        return None
-    sides = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
-    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-        raise MctfError(f"image_size={image_size!r} is not a size: write 384 or (384, 512), height and width in pixels")
-    return sides[0], sides[1]
+    architecture = replace(architecture, reads_every_token=architecture.reads_every_token or dense)
+    return replace(_plan(architecture, chosen, schedule, r), parameters=parameters, learned_parameters=learned)
 
 
 def _plan(architecture: Architecture, method: Method, schedule: Sequence[Amount], r: ReductionSpec) -> Plan:
-    steps = reductions(schedule, architecture.tokens, protected=architecture.protected, method=method)
-    costs = block_costs(architecture, method, schedule, steps)
+    per_block = reductions(schedule, architecture.tokens, protected=architecture.protected, method=method)
+    costs = block_costs(architecture, method, schedule, per_block)
     every = architecture.tokens
-    whole = whole_cost(architecture, costs, every if architecture.reads_every_token else steps[-1].num_remaining)
+    whole = whole_cost(architecture, costs, every if architecture.reads_every_token else per_block[-1].num_remaining)
     plain = [Cost(paper=shape.plain(every), run=shape.plain(every)) for shape in architecture.blocks]
     return Plan(
         model=architecture.name,
         method=method.name,
         r=r,
         image_tokens=every,
-        reductions=tuple(steps),
+        reductions=tuple(per_block),
         block_gflops=tuple(cost.paper / 1e9 for cost in costs),
         gflops=whole.paper / 1e9,
         gflops_base=whole_cost(architecture, plain, every).paper / 1e9,
@@ -161,11 +142,11 @@ def _plan(architecture: Architecture, method: Method, schedule: Sequence[Amount]
 
 
 def block_costs(
-    architecture: Architecture, method: Method, schedule: Sequence[Amount], steps: Sequence[Reduction]
+    architecture: Architecture, method: Method, schedule: Sequence[Amount], per_block: Sequence[Reduction]
 ) -> list[Cost]:
-    """Multiply-adds of every block whose tokens are reduced so."""
+    """Multiply-adds of every block under this schedule."""
     costs = []
-    for shape, amount, step in zip(architecture.blocks, schedule, steps, strict=True):
+    for shape, amount, step in zip(architecture.blocks, schedule, per_block, strict=True):
         if method.adaptive and amount:
             cost = cast(Adaptive, method).cost_of(
                 shape, step.tokens, step.num_remaining, protected=architecture.protected
@@ -177,7 +158,7 @@ def block_costs(
 
 
 def whole_cost(architecture: Architecture, blocks: Sequence[Cost], left: int) -> Cost:
-    """Multiply-adds of the whole model, after whose blocks so many tokens are left."""
+    """Multiply-adds of the whole model with `left` tokens after its last block."""
     around = architecture.stem + architecture.head + architecture.head_per_token * left
     second_head = architecture.second_head * (left - architecture.protected)
     paper, run = sum(cost.paper for cost in blocks), sum(cost.run for cost in blocks)

@@ -1,6 +1,6 @@
-"""Watching a fused model: which tokens became one and which were dropped, block by block.
+"""Tracing a fused model: which tokens were merged and which were dropped, per block.
 
-Axes: B images, N tokens of the input, N_l tokens entering block l, M_l leaving it.
+Axes: B images, N tokens of the input, N_l tokens entering block l, M_l after it.
 """
 
 import threading
@@ -19,12 +19,12 @@ from .methods.base import BlockOutput
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """What one block did.
+    """The record of one block.
 
-    assignment: B N_l -> M_l; the identity where nothing was fused.
-    sizes: B M_l, how many input tokens each token stands for after the block.
-    informativeness: B N_l, None where the method does not use it.
-    dropped: B N_l, bool, the tokens that counted for nothing in their slot; padding is among them.
+    assignment: B N_l -> M_l; the identity where nothing was reduced.
+    sizes: B M_l, number of input tokens per token after the block.
+    informativeness: B N_l, None where the method does not compute it.
+    dropped: B N_l, bool, tokens of weight 0 in their slot; padding is among them.
     """
 
     assignment: Assignment
@@ -38,7 +38,7 @@ class BlockTrace:
 
 
 class Trace:
-    """The last forward pass seen, in `blocks`, one BlockTrace a block."""
+    """The last forward pass, in `blocks`, one BlockTrace per block."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -55,21 +55,21 @@ class Trace:
 
     @property
     def token_counts(self) -> list[int]:
-        """Tokens leaving each block."""
+        """Tokens after each block."""
         return [block.tokens for block in self.blocks]
 
     def source_map(self, block: int = -1) -> Tensor:
-        """For each input token its slot after the given block (default: the last): B N, int64.
+        """The slot of each input token after the given block (default: the last): B N, int64.
 
-        A token that was dropped has the slot of one that stays, to have a place at all: see `dropped`.
+        A dropped token has the slot of a kept one; `dropped` tells which these are.
         """
         return self._composed(block).slots
 
     def dropped(self, block: int = -1) -> Tensor:
         """Which input tokens are in no token after the given block (default: the last): B N, bool.
 
-        They were dropped up to there, by themselves or with a token they had been fused into. In training, patches
-        that only hide behind a mask are still there.
+        They were dropped up to there, alone or with a token they had been merged into. Patches that a mask hides in
+        training do not count as dropped.
         """
         first, *later = self._until(block)
         result, source = first.dropped, first.assignment
@@ -79,7 +79,7 @@ class Trace:
         return result
 
     def unpool(self, features: Tensor, block: int = -1) -> Tensor:
-        """One feature per input token again, from one per token after the given block: B M … -> B N …."""
+        """One feature per input token, from one per token after the given block: B M … -> B N …."""
         composed = self._composed(block)
         if features.shape[:2] != (composed.slots.shape[0], composed.count):
             expected = (composed.slots.shape[0], composed.count)
@@ -101,22 +101,22 @@ class Trace:
         return blocks[: block % len(blocks) + 1]
 
     @torch.compiler.disable
-    def record(self, index: int, x: Tensor, step: BlockOutput) -> None:
-        """Called by the stack after each block; other threads' passes are none of ours."""
+    def record(self, index: int, x: Tensor, output: BlockOutput) -> None:
+        """Called by the stack after each block; passes of other threads are ignored."""
         if threading.get_ident() != self._thread:
             return
         if index == 0:
             self._blocks.clear()
         batch, tokens = x.shape[:2]
         identity = Assignment(torch.arange(tokens, device=x.device).expand(batch, -1), tokens)
-        sizes = torch.ones(step.x.shape[:2], device=x.device) if step.sizes is None else step.sizes
-        counts = torch.ones(batch, tokens, device=x.device) if step.weights is None else step.weights
-        self._blocks[index] = BlockTrace(step.assignment or identity, sizes, step.informativeness, counts == 0)
+        sizes = torch.ones(output.x.shape[:2], device=x.device) if output.sizes is None else output.sizes
+        weights = torch.ones(batch, tokens, device=x.device) if output.weights is None else output.weights
+        self._blocks[index] = BlockTrace(output.assignment or identity, sizes, output.informativeness, weights == 0)
 
 
 @contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
     """Record what the fused model does: `with mctf.trace(model) as trace: model(images)`."""
-    observer = Trace()
-    with fused_stack(model).observed_by(observer):
-        yield observer
+    result = Trace()
+    with fused_stack(model).observed_by(result):
+        yield result

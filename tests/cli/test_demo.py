@@ -46,7 +46,7 @@ def test_without_network_random_weights_are_reported(command, tmp_path) -> None:
     assert "weights: RANDOM" in outcome.out
     assert "this does not carry over to a trained model" in outcome.out
     assert str(mctf.plan("test_vit", r=8)) in outcome.out
-    assert re.search(r"images/s fused, [0-9.]+ unfused: [0-9.]+x", outcome.out)
+    assert re.search(r"images/s fused, [0-9.]+ baseline: [0-9.]+x", outcome.out)
     assert "batch 2, float32, cpu" in outcome.out
     assert "chelsea" not in outcome.out, "predictions of random weights are not shown"
     sheet = Image.open(tmp_path / "mctf-demo" / "fused.png")
@@ -60,7 +60,7 @@ def test_json_is_one_object(command, tmp_path) -> None:
     outcome = command("demo", *QUICK, "--weights", tmp_path / "own.pt", "--output", "deep/folder", "--json")
     facts = json.loads(outcome.out)
     assert facts["weights"] == "own.pt"
-    assert [answer["photograph"] for answer in facts["answers"]] == ["chelsea", "coffee", "rocket", "astronaut"]
+    assert [each["photograph"] for each in facts["predictions"]] == ["chelsea", "coffee", "rocket", "astronaut"]
     assert facts["plan"]["token_counts"] == mctf.plan("test_vit", r=8).token_counts
     assert facts["speed"]["speedup"] > 0
     assert facts["speed"]["batch"] == 2
@@ -69,7 +69,7 @@ def test_json_is_one_object(command, tmp_path) -> None:
     assert (tmp_path / facts["picture"]).is_file()
 
 
-def test_speedup_is_that_of_the_fused_model_over_the_unfused_one(monkeypatch) -> None:
+def test_speedup_is_that_of_the_fused_model_over_the_baseline(monkeypatch) -> None:
     files = viz_demo.photographs()[:2]
     shown = viz_demo.Demonstration.of(create("test_vit"), files, method="mctf", r=8, device=torch.device("cpu"))
 
@@ -77,13 +77,13 @@ def test_speedup_is_that_of_the_fused_model_over_the_unfused_one(monkeypatch) ->
         with mctf.trace(shown.fused) as trace:
             logits = forwards["fused"]()
         assert trace.token_counts == shown.plan.token_counts
-        assert torch.equal(forwards["plain"]()[:2], shown.plain(shown.pixels))
+        assert torch.equal(forwards["baseline"]()[:2], shown.baseline(shown.pixels))
         assert len(logits) == 3
-        return {"plain": Timing((3.0,)), "fused": Timing((1.5,))}
+        return {"baseline": Timing((3.0,)), "fused": Timing((1.5,))}
 
     monkeypatch.setattr(viz_demo, "time_interleaved", measured)
     speed = shown.speed(batch=3, rounds=1)
-    assert (speed.plain_images_per_second, speed.fused_images_per_second, speed.speedup) == (1, 2, 2)
+    assert (speed.baseline_images_per_second, speed.fused_images_per_second, speed.speedup) == (1, 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -128,3 +128,15 @@ def test_pooling_needs_no_numbers_to_know_its_shape() -> None:
     with FakeTensorMode():
         assignment = Assignment(torch.zeros(2, 9, dtype=torch.int64), 4)
         assert assignment.pool(torch.randn(2, 9, 5), torch.rand(2, 9)).shape == (2, 4, 5)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_slot_of_weight_0_is_0(gradient: bool) -> None:
+    assignment = Assignment(torch.tensor([[0, 1, 1, 2]]), 3)
+    x = torch.randn(1, 4, 5, requires_grad=gradient)
+    pooled = assignment.pool(x, torch.tensor([[1.0, 0.0, 0.0, 2.0]]))
+    assert torch.equal(pooled[:, 1], torch.zeros(1, 5))
+    torch.testing.assert_close(pooled[:, [0, 2]], x[:, [0, 3]])
+    if gradient:
+        pooled.sum().backward()
+        assert torch.equal(x.grad[0, :, 0], torch.tensor([1.0, 0.0, 0.0, 1.0]))

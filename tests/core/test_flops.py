@@ -9,7 +9,7 @@ import torch
 
 import mctf
 from helpers.flops import EXACT, counted
-from helpers.models import METHODS, NAMES, PAIRS, make, make_images
+from helpers.models import METHODS, NAMES, ONE_PER_OPS, PAIRS, make, make_images
 from helpers.shared_data import SHARED, needs_shared
 
 TABLE = "paper/flops_accuracy_by_r.csv"
@@ -48,7 +48,12 @@ def test_every_published_figure(model: str) -> None:
     assert mctf.plan(host).gflops_base == mctf.plan(host, r=0).gflops
 
 
-@pytest.mark.parametrize("name", NAMES)
+# fvcore traces a model, which takes time: one model per class of BlockOps, the others as slow tests
+BY_OPS = [pytest.param(name, marks=() if name in ONE_PER_OPS else pytest.mark.slow) for name in NAMES]
+PAIRS_BY_OPS = [pytest.param(*pair, marks=() if pair[0] in ONE_PER_OPS else pytest.mark.slow) for pair in PAIRS]
+
+
+@pytest.mark.parametrize("name", BY_OPS)
 @torch.no_grad()
 def test_fvcore_counts_the_plain_model_alike(name: str) -> None:
     model = make(name)
@@ -58,7 +63,7 @@ def test_fvcore_counts_the_plain_model_alike(name: str) -> None:
     assert plan.gflops == plan.gflops_base == pytest.approx(plan.gflops_run - second_head, rel=EXACT)
 
 
-@pytest.mark.parametrize(("name", "method"), PAIRS)
+@pytest.mark.parametrize(("name", "method"), PAIRS_BY_OPS)
 @torch.no_grad()
 def test_fvcore_counts_the_fused_model_alike(name: str, method: str) -> None:
     model, r = make(name), [3, 20, 0, 0.3]
@@ -82,7 +87,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-@pytest.mark.parametrize("name", ["registers", "gated", "post_norm", "eva_dinov3", "cait"])
+@pytest.mark.parametrize("name", ["registers", pytest.param("gated", marks=pytest.mark.slow), "eva_dinov3", "cait"])
 @torch.no_grad()
 def test_fvcore_counts_every_variant_alike(name: str, options: dict[str, Any]) -> None:
     if name == "cait" and "informativeness" in options:

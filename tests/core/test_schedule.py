@@ -1,4 +1,4 @@
-"""Reading r, and capping it where tokens run out."""
+"""Parsing r, and capping it where too few tokens are left."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mctf import MctfError
-from mctf.core.schedule import FAST_RATIO, Reduction, capped_reduction, fast_blocks, make_schedule, reductions
+from mctf.core.schedule import FAST_RATIO, Reduction, fast_blocks, make_schedule, parse_blocks, parse_r, reductions
 from mctf.methods import MCTF
 
 many = settings(max_examples=200)
@@ -21,15 +21,22 @@ depths = st.integers(1, 40)
 @given(
     entry=st.one_of(counts, ratios), tokens=st.integers(1, 600), protected=st.integers(0, 6), floor=st.integers(0, 20)
 )
-def test_what_leaves_is_capped(entry: float, tokens: int, protected: int, floor: int) -> None:
-    taken = capped_reduction(entry, tokens, protected=protected, min_tokens=floor)
-    free = tokens - protected
-    asked = entry if isinstance(entry, int) else entry * free
-    assert 0 <= taken <= max(0, free // 2)
-    assert taken == 0 or tokens - taken >= floor
-    assert taken <= max(0, asked + 1e-6)
-    if 1 <= asked <= free // 2 and tokens - asked >= floor:
-        assert taken == math.floor(asked + 1e-9)
+def test_the_reduction_of_a_block_is_capped(entry: float, tokens: int, protected: int, floor: int) -> None:
+    class Merging(MCTF):
+        min_tokens = floor
+
+    class Dropping(Merging):
+        drops = True
+
+    unprotected = tokens - protected
+    requested = entry if isinstance(entry, int) else entry * unprotected
+    for method, most in ((Merging(), unprotected // 2), (Dropping(), unprotected - 1)):
+        reduced = method.num_reduced(entry, tokens, protected=protected, initial=tokens, stage=0)
+        assert 0 <= reduced <= max(0, most)
+        assert reduced == 0 or tokens - reduced >= floor
+        assert reduced <= max(0, requested + 1e-6)
+        if 1 <= requested <= most and tokens - requested >= floor:
+            assert reduced == math.floor(requested + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +53,7 @@ def test_what_leaves_is_capped(entry: float, tokens: int, protected: int, floor:
     ],
 )
 def test_capping_by_hand(entry: float, tokens: int, protected: int, taken: int) -> None:
-    assert capped_reduction(entry, tokens, protected=protected, min_tokens=10) == taken
+    assert MCTF().num_reduced(entry, tokens, protected=protected, initial=tokens, stage=0) == taken
 
 
 @many
@@ -67,7 +74,7 @@ def test_a_list_is_the_schedule(entries: list[float]) -> None:
         schedule = make_schedule(kind(entries), depth=len(entries), blocks=None, default_blocks=())
         assert schedule == tuple(entries)
     for depth in (len(entries) - 1, len(entries) + 1):
-        with pytest.raises(MctfError, match="one entry a block"):
+        with pytest.raises(MctfError, match="one entry per block"):
             make_schedule(entries, depth=depth, blocks=None, default_blocks=())
 
 
@@ -103,6 +110,35 @@ def test_reductions_follow_each_other(schedule: list[float], tokens: int) -> Non
     assert all(step.num_remaining >= 10 for step in steps)
 
 
-def test_a_reduction_says_what_was_asked() -> None:
+def test_a_reduction_records_what_was_requested() -> None:
     steps = reductions([16, 0.5], 22, protected=1, method=MCTF())
     assert steps == [Reduction(22, 16, 10, 12), Reduction(12, 5, 2, 10)]
+
+
+@pytest.mark.parametrize(
+    ("value", "r"),
+    [
+        ("16", 16),
+        (" 0.35 ", 0.35),
+        ("1e-1", 0.1),
+        ("fast", "fast"),
+        ("0,8,0.5", (0, 8, 0.5)),
+        (16, 16),
+        ([0, "8"], (0, 8)),
+    ],
+)
+def test_r_is_parsed_alike_from_text_and_python(value: object, r: object) -> None:
+    assert parse_r(value) == r
+
+
+@pytest.mark.parametrize("value", ["", "x", "fats", "-1", "1.5", "nan", "inf", "3,x", None, True, [True], "fast,3", {}])
+def test_what_no_model_could_take_is_refused(value: object) -> None:
+    with pytest.raises(MctfError, match="r"):
+        parse_r(value)
+
+
+def test_blocks_are_parsed_alike_from_text_and_python() -> None:
+    assert parse_blocks("3, 6,-1") == parse_blocks([3, 6, -1]) == (3, 6, -1)
+    for value in ("", "3,x", "3.5", 3, [True], None):
+        with pytest.raises(MctfError, match="block numbers"):
+            parse_blocks(value)

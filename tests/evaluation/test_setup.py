@@ -1,6 +1,5 @@
 """What `open_run` opens: the model, the images and labels, the batches of this rank."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from safetensors.torch import save_file
 
 from helpers.images import write_folder
 from mctf import MctfError
-from mctf.evaluation import setup
 from mctf.evaluation.setup import RunOptions, open_run
 
 
@@ -33,8 +31,8 @@ def options(tmp_path: Path) -> RunOptions:
 def test_a_run_has_model_images_labels_and_batches(options: RunOptions) -> None:
     with open_run(options) as run:
         assert next(run.model.parameters()).dtype == torch.bfloat16
-        assert len(run.images) == 5
-        assert run.labels.indices == (0, 0, 0, 1, 1)
+        assert run.dataset.targets is not None
+        assert run.dataset.targets.tolist() == [0, 0, 0, 1, 1]
         assert [tuple(batch.pixels.shape) for batch in run.batches] == [(2, 3, 64, 96), (2, 3, 64, 96), (1, 3, 64, 96)]
         assert run.distributed.is_main
         sample = run.sample(2)
@@ -49,15 +47,3 @@ def test_out_of_memory_is_one_sentence(options: RunOptions) -> None:
         open_run(options),
     ):
         raise torch.OutOfMemoryError
-
-
-def test_ranks_divide_the_cores_for_loader_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    assert setup._num_workers(None, gpu) == 8
-    assert setup._num_workers(None, cpu) == 0
-    assert setup._num_workers(3, cpu) == 3
-    for ranks, workers in ((2, 7), (4, 3), (8, 1), (16, 0), (32, 0)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert setup._num_workers(None, gpu) == workers

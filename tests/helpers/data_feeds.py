@@ -1,4 +1,4 @@
-"""Feeds over small made-up images, and a way to tell which image a pixel came from."""
+"""Feeds over small generated images, and the inverse: which image a batch entry shows."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,22 +19,22 @@ def options(**changes: object) -> FeedOptions:
     return FeedOptions(**(given | changes))  # type: ignore[arg-type]
 
 
-def feed(data: Path, *, rank: int = 0, world: int = 1, **changes: object) -> Feed:
-    return make_feed(data, options=options(**changes), device="cpu", rank=rank, world=world)
+def feed(data: Path, *, rank: int = 0, world_size: int = 1, **changes: object) -> Feed:
+    return make_feed(data, options=options(**changes), device="cpu", rank=rank, world_size=world_size)
 
 
-def write_plain_images(folder: Path, count: int, *, classes: int = 3, side: int = 8) -> Path:
-    """Images of one colour each, which stays what it is under crops and flips. Image k is of class k % classes."""
+def write_uniform_images(folder: Path, count: int, *, classes: int = 3, side: int = 8) -> Path:
+    """Images of one color each, which crops and flips preserve. Image k is of class k % classes."""
     for index in range(count):
-        place = folder / f"class{index % classes}"
-        place.mkdir(parents=True, exist_ok=True)
-        colour = (index * 5 % 256, index * 11 % 256, 255 - index)
-        Image.new("RGB", (side, side), colour).save(place / f"{index:03}.png")
+        class_folder = folder / f"class{index % classes}"
+        class_folder.mkdir(parents=True, exist_ok=True)
+        color = (index * 5 % 256, index * 11 % 256, 255 - index)
+        Image.new("RGB", (side, side), color).save(class_folder / f"{index:03}.png")
     return folder
 
 
 def number_of(image: Tensor) -> int:
-    """Which of the plain images this is, after the blue channel."""
+    """The k of a uniform image, from its blue channel."""
     return 255 - round(((image[2].mean() * STD[2] + MEAN[2]) * 255).item())
 
 
@@ -44,7 +44,7 @@ def collect(batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], lis
 
 
 def assert_same(first: Iterable[tuple[Tensor, Tensor]], second: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """The same batches, bit by bit."""
+    """Bit-identical batches."""
     for (images, labels), (other_images, other_labels) in zip(first, second, strict=True):
         assert torch.equal(images, other_images)
         assert torch.equal(labels, other_labels)

@@ -1,4 +1,4 @@
-"""Small pictures made up on the spot, in folders and zip files."""
+"""Small generated images, in folders and zip files."""
 
 import io
 import zipfile
@@ -9,7 +9,7 @@ from PIL import Image
 
 
 def make_picture(seed: int, *, width: int = 48, height: int = 40) -> Image.Image:
-    """Coloured blotches, another set for every seed."""
+    """A smooth random image per seed."""
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -21,7 +21,7 @@ def encode(picture: Image.Image, form: str = "PNG") -> bytes:
 
 
 def write_folder(folder: Path, *names: str) -> Path:
-    """A folder with a picture under each name, another one for every place in the list."""
+    """A folder with one image per name; its seed is the position in the list."""
     for seed, name in enumerate(names):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def write_folder(folder: Path, *names: str) -> Path:
 
 
 def zip_folder(folder: Path, archive: Path) -> Path:
-    """The same files in a zip file, not compressed, with entries for the folders as many tools write them."""
+    """The same files in an uncompressed zip file, with entries for folders as many tools write them."""
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as file:
         for path in sorted(folder.rglob("*")):
             file.write(path, path.relative_to(folder))

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +19,9 @@ __all__ = [
     "DEPTH",
     "METHODS",
     "NAMES",
+    "ONE_PER_OPS",
     "PAIRS",
+    "PRODUCT",
     "by_pickle",
     "equal_tokens",
     "family_of",
@@ -29,11 +32,20 @@ __all__ = [
     "tokens_of",
 ]
 
-METHODS = ("mctf", "mctf_exact", "tome")
+METHODS = ("mctf", "mctf_exact", "tome")  # between them they use every piece of BlockOps
 _FAMILY_OF_NAME = {name: family for family in FAMILIES for name in family.builders}
 NAMES = tuple(_FAMILY_OF_NAME)
 CHOSEN = tuple(name for family in FAMILIES for name in family.chosen)
 PAIRS = tuple((name, METHODS[index % 3]) for index, name in enumerate(NAMES))  # each model, the methods in turn
+# One model per class of BlockOps: what a method does is the same on all models of one class.
+_PER_OPS = ("registers", "mean_pool_prefix", "eva02", "beit", "cait", "hf_dinov3")
+ONE_PER_OPS = tuple(name for name in _PER_OPS if name in NAMES)
+# Every method on every model: one method per model, and the rest of the product as slow tests.
+PRODUCT = tuple(
+    pytest.param(name, method, id=f"{name}-{method}", marks=() if (name, method) in PAIRS else pytest.mark.slow)
+    for name in NAMES
+    for method in METHODS
+)
 
 
 def names_of(wanted: Callable[[Family], bool]) -> tuple[str, ...]:

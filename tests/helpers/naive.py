@@ -144,6 +144,6 @@ def assert_images_do_not_meet(model: nn.Module, images: Tensor) -> None:
 
 def assert_refused_for_want_of_a_class_token(model: nn.Module, method: str) -> None:
     """The error says why, and the model can still be fused by another method."""
-    with pytest.raises(mctf.MctfError, match=r"the class token, which this model's blocks have not: use '"):
+    with pytest.raises(mctf.MctfError, match=r"the class token, which this model's blocks do not have: use '"):
         mctf.fuse(model, method)
     mctf.unfuse(mctf.fuse(model, "tome", r=4))

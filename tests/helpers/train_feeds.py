@@ -23,14 +23,14 @@ ALONE = DistributedContext(0, 1, torch.device("cpu"))
 class Stripes:
     """Stripes in four directions under noise, made anew from seed, epoch, step and rank: a feed as training asks."""
 
-    classes = CLASSES
-    known = {f"direction {index}": index for index in range(CLASSES)}  # noqa: RUF012
+    num_classes = CLASSES
+    class_to_idx = {f"direction {index}": index for index in range(CLASSES)}  # noqa: RUF012
     note = "stripes"
     skipped = 0
 
     def __init__(self, *, batch: int = 4, steps: int = 3, seed: int = 0, size: int = 64, rank: int = 0) -> None:
         self.batch, self.length, self.seed, self.size, self.rank = batch, steps, seed, size, rank
-        self.images = batch * steps
+        self.num_images = batch * steps
         self.asked: list[tuple[int, int]] = []
         self.broken: tuple[int, int] | None = None  # epoch and step of a batch with a number that is none
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mctf
 from helpers import reference
-from helpers.models import DEPTH, NAMES, family_of, make, make_images, run, tokens_of
+from helpers.models import DEPTH, ONE_PER_OPS, family_of, make, make_images, run, tokens_of
 from helpers.naive import PLAIN, TOLERANCE
 from helpers.reference import Tokens
 from mctf import MctfError
@@ -91,7 +91,7 @@ def assert_as_described(model: nn.Module, images: Tensor, expected: list[Naive])
         torch.testing.assert_close(output[image], family.head(model, final)[0], atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE_PER_OPS)
 @torch.no_grad()
 def test_every_model_is_as_described(name: str) -> None:
     model = make(name).double()
@@ -230,6 +230,14 @@ def test_a_model_whose_first_channels_are_small_starts_as_it_was() -> None:
     plain = run(model, images)
     mctf.fuse(model, "a_vit", beta=90.0)
     torch.testing.assert_close(run(model, images), plain, atol=1e-6, rtol=1e-6)
+
+
+def test_the_prior_is_finite_where_all_scores_underflow() -> None:
+    scores = torch.zeros(12, requires_grad=True)
+    divergence = prior_divergence(scores, None)
+    divergence.backward()
+    assert divergence.isfinite()
+    assert scores.grad.isfinite().all()
 
 
 def test_the_plan_is_an_upper_bound() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import mctf
-from helpers.models import NAMES, make, make_images
+from helpers.models import ONE_PER_OPS, make, make_images
 from helpers.naive import (
     NaiveBlock,
     NaiveContext,
@@ -86,7 +86,7 @@ def density_peaks(x: Tensor, tokens: list[int], clusters: int, neighbours: int) 
     return [[i for i in tokens if home[i] == centre] for centre in centres]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE_PER_OPS)
 @torch.no_grad()
 def test_every_model_is_as_described_or_refused(name: str) -> None:
     assert_as_naive_or_refused(name, naive_bat(), method="bat", schedule=SCHEDULE)

@@ -9,7 +9,7 @@ import torch
 import mctf
 from helpers import reference
 from helpers.flops import EXACT, counted
-from helpers.models import NAMES, by_pickle, family_of, make, make_images, run, tokens_of
+from helpers.models import ONE_PER_OPS, by_pickle, family_of, make, make_images, run, tokens_of
 from helpers.naive import (
     PLAIN,
     NaiveBlock,
@@ -60,7 +60,7 @@ def naive_evo_vit(stages: tuple[int, ...]) -> NaiveBlock:
     return block
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE_PER_OPS)
 @torch.no_grad()
 def test_every_model_is_as_described_or_refused(name: str) -> None:
     assert_as_naive_or_refused(name, naive_evo_vit((1, 3)), method="evo_vit", schedule=SCHEDULE)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mctf
 from helpers import reference
 from helpers.dropping import assert_as_unpadded, dropped, run_each
-from helpers.models import CLASSES, NAMES, family_of, make, make_images, run, tokens_of
+from helpers.models import CLASSES, ONE_PER_OPS, family_of, make, make_images, run, tokens_of
 from helpers.naive import PLAIN, NaiveBlock, NaiveContext, assert_refused_for_want_of_a_class_token, plain_block
 from helpers.reference import Groups, Tokens
 from helpers.reference_blocks import Pieces
@@ -75,7 +75,7 @@ def naive_probability(layer: Any, class_token: Tensor, token: Tensor) -> float:
     return sum(1 / (1 + math.exp(-value)) for value in worth) / len(worth)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE_PER_OPS)
 @torch.no_grad()
 def test_every_model_is_as_described_or_refused(name: str) -> None:
     model = make(name).double()

@@ -10,7 +10,7 @@ from torch import Tensor
 import mctf
 from helpers import reference
 from helpers.learned import assert_as_taught_or_refused, gelu, layer_norm, linear, perceptron, teach
-from helpers.models import NAMES, make, make_images
+from helpers.models import ONE_PER_OPS, make, make_images
 from helpers.naive import PLAIN, NaiveBlock, NaiveContext, assert_as_naive, by_falling, plain_block
 from helpers.reference import Groups, Tokens
 from helpers.reference_blocks import Pieces
@@ -66,7 +66,7 @@ def naive_spvit(layers: dict[str, Tensor]) -> NaiveBlock:
     return block
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE_PER_OPS)
 @torch.no_grad()
 def test_every_model_is_as_described_or_refused(name: str) -> None:
     assert_as_taught_or_refused(name, naive_spvit, method="spvit", schedule=SCHEDULE)

@@ -22,7 +22,7 @@ from helpers.command_line import Command, Outcome
 from helpers.flops import EXACT, counted
 from helpers.images import write_folder
 from helpers.shared_data import SHARED, needs_shared
-from mctf.data import Batches, Preprocessing, find_images, find_labels
+from mctf.data import EvalLoader, Preprocessing, open_dataset
 from mctf.evaluation.evaluate import Setting, evaluate
 from mctf.models.class_names import class_names, class_words
 from mctf.models.embedded import WEIGHTS
@@ -115,11 +115,10 @@ class TestClasses:
 
     @needs_shared(VALIDATION)
     def test_are_found_by_the_folders_of_the_dataset(self) -> None:
-        images = find_images(SHARED / VALIDATION)
-        labels = find_labels(images, num_classes=200)
-        assert labels.indices is not None
+        dataset = open_dataset(SHARED / VALIDATION).for_model(200)
+        assert dataset.targets is not None
         wnids = list(class_names())
-        assert [wnids[index] for index in labels.indices] == list(images.folders or ())
+        assert [wnids[index] for index in dataset.targets] == dataset.class_names
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +189,8 @@ class TestTrained:
     @pytest.mark.slow
     @needs_shared(VALIDATION)
     def test_accuracy_is_what_the_file_says_and_fusing_costs_little(self, model: nn.Module) -> None:
-        images = find_images(SHARED / VALIDATION).spaced(500)
-        labels = find_labels(images, num_classes=200)
-        batches = Batches(images, labels, Preprocessing.of(model).transform(), batch_size=50)
+        dataset = open_dataset(SHARED / VALIDATION).for_model(200).spaced(500)
+        batches = EvalLoader(dataset, Preprocessing.of(model).transform(), batch_size=50)
         plain, fused = evaluate(model, batches, [Setting("mctf", 0), Setting("mctf", 19)]).rows
         assert plain.top1 is not None
         assert fused.top1 is not None

@@ -1,6 +1,7 @@
-"""`mctf reproduce` as people call it."""
+"""`mctf reproduce` on the command line."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from helpers.command_line import Command, Outcome
 from helpers.images import write_folder
 from mctf.reproduce import analyses, costs
 from mctf.reproduce.costs import Counted
+from mctf.reproduce.runner import experiments
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images of three classes, and weights of a tiny model that knows as many."""
+    """Images of three classes, and weights of a tiny model with three classes."""
     place = tmp_path_factory.mktemp("reproduce")
     write_folder(place / "pictures", *(f"{name}/{index}.png" for name in ("cat", "dog", "emu") for index in range(2)))
     save_file(timm.create_model("test_vit", num_classes=3).state_dict(), place / "tiny.safetensors")
@@ -34,17 +36,17 @@ def basic(place: Path) -> list[object]:
     return ["test_vit", "--data", place / "pictures", "--weights", place / "tiny.safetensors", "--out", "report"]
 
 
-def said(outcome: Outcome) -> str:
-    """What was said on stderr before the note on classes."""
+def progress_lines(outcome: Outcome) -> str:
+    """The lines on stderr before the note on classes."""
     rest, note = outcome.err.rsplit("note: ", 1)
     assert note == "classes are numbered by folder name\n"
     return rest
 
 
-def test_it_writes_a_page_and_says_where(run, basic, tmp_path: Path) -> None:
+def test_it_writes_a_page_and_prints_its_path(run, basic, tmp_path: Path) -> None:
     outcome = run(*basic, "--only", "class_token,largest_token", "--table", "1")
     assert (outcome.code, outcome.out) == (0, "report/index.html\n"), outcome.err
-    lines = said(outcome).splitlines()
+    lines = progress_lines(outcome).splitlines()
     assert [line.rsplit(" in ", 1)[0] for line in lines] == [
         "1 of 3: costs_methods",
         "2 of 3: class_token",
@@ -57,7 +59,8 @@ def test_it_writes_a_page_and_says_where(run, basic, tmp_path: Path) -> None:
     assert "--only class_token,largest_token" in facts["facts"]["Command"]
 
 
-def test_a_run_that_was_stopped_goes_on(run, basic, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_an_interrupted_run_resumes(run, basic, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
     own = analyses.ClassToken.run
 
@@ -71,21 +74,22 @@ def test_a_run_that_was_stopped_goes_on(run, basic, monkeypatch: pytest.MonkeyPa
     first = run(*basic, "--only", "costs_methods,class_token")
     assert (first.code, first.err.splitlines()[-1]) == (130, "mctf: interrupted")
     second = run(*basic, "--only", "costs_methods,class_token", "--json")
-    assert said(second).startswith("measured before: costs_methods\n1 of 1: class_token in ")
+    assert progress_lines(second).startswith("measured before: costs_methods\n1 of 1: class_token in ")
     assert list(json.loads(second.out)["experiments"]) == ["costs_methods", "class_token"]
     third = run(*basic, "--only", "costs_methods,class_token")
-    assert said(third) == "measured before: costs_methods, class_token\n"
+    assert progress_lines(third) == "measured before: costs_methods, class_token\n"
     fourth = run(*basic, "--only", "class_token", "--again")
-    assert said(fourth).startswith("1 of 1: class_token in ")
+    assert progress_lines(fourth).startswith("1 of 1: class_token in ")
     assert len(measured) == 3
 
 
-def test_without_a_model_it_works_out_costs(run, tmp_path: Path) -> None:
+def test_without_a_model_it_counts_costs(run, tmp_path: Path) -> None:
     assert run("--table", "1,2", "--out", "report").code == 0
     facts = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert (list(facts["experiments"]), facts["left_out"]) == (["costs_methods", "costs_backbones"], {})
+    assert (list(facts["experiments"]), facts["skipped"]) == (["costs_methods", "costs_backbones"], {})
 
 
+@pytest.mark.slow
 def test_quick_uses_few_images_and_limit_fewer(run, place: Path, tmp_path: Path) -> None:
     write_folder(tmp_path / "many", *(f"{index}.png" for index in range(100)))
     options = ["test_vit", "--weights", place / "tiny.safetensors", "--only", "largest_token", "--quick", "--json"]
@@ -95,12 +99,14 @@ def test_quick_uses_few_images_and_limit_fewer(run, place: Path, tmp_path: Path)
     assert len(few["experiments"]["largest_token"]["result"]["sizes"]["with_size"]) == 4
 
 
-def test_few_images_keep_the_classes_they_have_among_all(run, basic) -> None:
-    found = json.loads(run(*basic, "--only", "one_step_ahead", "--limit", 2, "--quick", "--json").out)
-    result = found["experiments"]["one_step_ahead"]["result"]
+@pytest.mark.slow
+def test_a_limit_keeps_the_class_indices(run, basic) -> None:
+    content = json.loads(run(*basic, "--only", "one_step_ahead", "--limit", 2, "--quick", "--json").out)
+    result = content["experiments"]["one_step_ahead"]["result"]
     assert (result["images"], result["base"]["top1"] in (0.0, 50.0, 100.0)) == (2, True)
 
 
+@pytest.mark.slow
 def test_other_images_in_the_same_folder_are_refused(run, basic) -> None:
     assert run(*basic, "--only", "largest_token").code == 0
     line = run.refusal(*basic, "--only", "largest_token", "--limit", 3)
@@ -115,7 +121,7 @@ def test_other_images_in_the_same_folder_are_refused(run, basic) -> None:
         (["--data", "pictures", "--out", "report"], "MODEL and --data belong together"),
         (["--only", "criteria", "--out", "report"], "criteria cannot be measured without images"),
         (["--only", "criterion", "--out", "report"], "there is no experiment 'criterion'"),
-        (["--table", "7", "--out", "report"], "nothing is measured for Table 7"),
+        (["--table", "7", "--out", "report"], "no experiment measures Table 7"),
         (["--table", "1", "--out", "file.txt"], "file.txt is a file: name a folder with --out"),
         (["--table", "1"], "Missing option '--out'"),
     ],
@@ -126,6 +132,23 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_written(
     (tmp_path / "file.txt").write_text("")
     assert complaint in run.refusal(*arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_a_missing_package_is_reported_before_any_experiment(
+    run, basic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    line = run.refusal(*basic, "--table", "1")
+    assert "reports need jinja2, which is not installed: pip install 'mctf[report]'" in line
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.slow
+def test_all_experiments(run, place: Path, tmp_path: Path) -> None:
+    data = ["embedded", "--data", place / "pictures", "--out", "report"]
+    assert run(*data, "--quick", "--limit", 4).code == 0
+    content = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert (list(content["experiments"]), content["skipped"]) == ([each.name for each in experiments()], {})
 
 
 @pytest.mark.parametrize(("model", "complaint"), [("test_vitt", "did you mean"), ("resnet18", "cannot be fused")])

@@ -1,4 +1,4 @@
-"""The paper's figures inside the package are those that were printed."""
+"""The paper's figures in the package are the printed ones."""
 
 import csv
 from fractions import Fraction

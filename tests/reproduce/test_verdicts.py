@@ -1,19 +1,32 @@
-"""What differences say of the paper's findings, and groups compared at equal cost."""
+"""Verdicts from differences, and groups compared at equal cost."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from mctf.evaluation.significance import Difference
 from mctf.reproduce.document import Verdict
-from mctf.reproduce.verdicts import judge, leads_at_equal_cost, weakest
+from mctf.reproduce.studies import PerImage, StudyRow
+from mctf.reproduce.verdicts import judge, kl_leads_at_equal_cost, weakest
 
 
-def row(gflops: float, *values: float, label: str = "16") -> dict[str, Any]:
-    """One with these KLs."""
-    return {"label": label, "gflops": gflops, "kl": sum(values) / len(values), "by_image": {"kl": list(values)}}
+def row(gflops: float, *values: float, label: str = "16") -> StudyRow:
+    """A row with these KLs per image."""
+    return StudyRow(
+        r=16,
+        method="mctf",
+        top1=None,
+        top5=None,
+        agreement=None,
+        kl=sum(values) / len(values),
+        kl_error=None,
+        class_cosine=None,
+        gflops=gflops,
+        images_per_second=1.0,
+        by_image=PerImage(kl=values),
+        label=label,
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,26 +43,26 @@ def test_a_lead_of_two_standard_errors_decides(lead: Difference, verdict: Verdic
     assert judge(lead) is verdict
 
 
-def test_the_lead_that_speaks_least_for_the_paper_decides() -> None:
+def test_the_least_certain_lead_decides() -> None:
     leads = {"large": Difference(1.0, 0.9), "small": Difference(0.1, 0.01), "zero": Difference(0.5, 0.0)}
     assert weakest(leads) == "large"  # the least certain, not the smallest
     assert weakest(leads | {"behind": Difference(-0.1, 0.05)}) == "behind"
 
 
-def test_equal_cost_is_read_between_the_points() -> None:
+def test_equal_cost_is_interpolated() -> None:
     rival = [row(2.0, 0.001, 0.001), row(1.0, 0.1, 0.1)]
-    (lead,) = leads_at_equal_cost([row(1.5, 0.009, 0.009)], rival).values()
+    (lead,) = kl_leads_at_equal_cost([row(1.5, 0.009, 0.009)], rival).values()
     assert lead.mean == pytest.approx(0.001)
-    (lead,) = leads_at_equal_cost([row(1.5, 0.011, 0.011)], rival).values()
+    (lead,) = kl_leads_at_equal_cost([row(1.5, 0.011, 0.011)], rival).values()
     assert lead.mean == pytest.approx(-0.001)  # though below the straight line
-    assert leads_at_equal_cost([row(2.5, 0.011, 0.011)], rival) == {}
-    assert leads_at_equal_cost([row(1.0, 0.2, 0.2)], [row(1.0, 0.1, 0.1), row(1.0, 0.1, 0.1)]) == {}
+    assert kl_leads_at_equal_cost([row(2.5, 0.011, 0.011)], rival) == {}
+    assert kl_leads_at_equal_cost([row(1.0, 0.2, 0.2)], [row(1.0, 0.1, 0.1), row(1.0, 0.1, 0.1)]) == {}
 
 
-def test_leads_at_equal_cost_have_the_label_of_their_row() -> None:
+def test_kl_leads_at_equal_cost_have_the_label_of_their_row() -> None:
     rival = [row(2.0, 0.001, 0.003), row(1.0, 0.1, 0.3)]
     own = [row(1.2, 0.01, 0.02, label="20"), row(1.8, 0.001, 0.001, label="8"), row(9.0, 0.1, 0.1, label="1")]
-    assert list(leads_at_equal_cost(own, rival)) == ["20", "8"]
+    assert list(kl_leads_at_equal_cost(own, rival)) == ["20", "8"]
 
 
 def test_the_error_between_two_points_is_what_redrawn_images_show() -> None:
@@ -68,6 +81,6 @@ def test_the_error_between_two_points_is_what_redrawn_images_show() -> None:
 
     redrawn = [lead(torch.randint(images, (images,), generator=generator)) for _ in range(1000)]
     line = [row(1.0, *low.tolist()), row(2.0, *high.tolist())]
-    (found,) = leads_at_equal_cost([row(1.3, *own.tolist())], line).values()
-    assert found.mean == pytest.approx(lead(torch.arange(images)))
-    assert found.error == pytest.approx(torch.tensor(redrawn).std().item(), rel=0.1)  # a thousand draws: 2 %
+    (result,) = kl_leads_at_equal_cost([row(1.3, *own.tolist())], line).values()
+    assert result.mean == pytest.approx(lead(torch.arange(images)))
+    assert result.error == pytest.approx(torch.tensor(redrawn).std().item(), rel=0.1)  # a thousand draws: 2 %

@@ -13,9 +13,8 @@ from helpers.command_line import Command
 from helpers.images import write_folder
 from helpers.torchrun import run_together
 from mctf import MctfError
-from mctf.data import find_images, find_labels
-from mctf.data.dataset import share
-from mctf.distributed import DistributedContext, all_gather_object, broadcast_object, init_distributed
+from mctf.data import open_dataset
+from mctf.distributed import all_gather_object, broadcast_object, init_distributed
 
 CPU = torch.device("cpu")
 
@@ -29,25 +28,28 @@ def pictures(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_shares_are_a_partition(pictures: Path, world: int) -> None:
-    images = find_images(pictures)
-    labels = find_labels(images, num_classes=2)
-    shares = [share(images, labels, DistributedContext(rank, world, CPU)) for rank in range(world)]
-    assert sorted(name for part, _ in shares for name in part.names) == sorted(images.names)
-    for part, own in shares:
-        assert own.indices == tuple(0 if name.startswith("cat") else 1 for name in part.names)
-        assert own.notes == labels.notes
+    dataset = open_dataset(pictures).for_model(2)
+    shards = [dataset.shard(rank, world) for rank in range(world)]
+    assert sorted(name for shard in shards for name in shard.names) == sorted(dataset.names)
+    for shard in shards:
+        assert shard.targets.tolist() == [0 if name.startswith("cat") else 1 for name in shard.names]
+        assert shard.notes == dataset.notes
 
 
 def test_more_processes_than_images(pictures: Path) -> None:
-    images = find_images(pictures)
-    with pytest.raises(MctfError, match="holds fewer images than the 9 processes: start fewer of them"):
-        share(images, find_labels(images, num_classes=2), DistributedContext(0, 9, CPU))
+    with pytest.raises(MctfError, match="holds fewer images than the 9 processes: start fewer processes"):
+        open_dataset(pictures).shard(0, 9)
 
 
 def test_a_process_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with init_distributed(CPU) as processes:
-        assert (processes.rank, processes.world, processes.is_main, processes.is_distributed) == (0, 1, True, False)
+        assert (processes.rank, processes.world_size, processes.is_main, processes.is_distributed) == (
+            0,
+            1,
+            True,
+            False,
+        )
         assert all_gather_object("mine") == ["mine"]
         assert broadcast_object("mine") == "mine"
 

@@ -218,5 +218,5 @@ class TestRefuses:
         first = sorted(other.iterdir())[0]
         first.rename(other / "walrus")  # as many classes, and not the same
         line = run.refusal(*arguments(place, tmp_path / "run", "--validation", other))
-        assert f"class folder 'walrus' of {other} is none of the classes trained on: remove it there" in line
+        assert f"class 'walrus' of {other} is not among the classes of training: remove it" in line
         assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ from PIL import Image
 
 from mctf.errors import MctfError
 from mctf.viz.contact_sheet import Panel, make_sheet, write_png
-from mctf.viz.fused_patches import fused_picture, group_colour, patch_grid
+from mctf.viz.fused_patches import fused_picture, group_color, patch_grid
 
 PATCH = 16
 ALONE = np.arange(6)  # six patches, none fused
@@ -28,7 +28,7 @@ def middle(picture: Image.Image, patch: int, *, columns: int, side: int) -> tupl
     return tuple(patch_pixels(picture, patch, columns=columns, side=side)[side // 2, side // 2])
 
 
-def test_a_group_shows_the_mean_colour_of_all_its_pixels() -> None:
+def test_a_group_shows_the_mean_color_of_all_its_pixels() -> None:
     image = make_image(2, 3)
     picture = fused_picture(image, [0, 7, 2, 7, 4, 5], grid=(2, 3), scale=1)
     parts = [patch_pixels(image, patch, columns=3, side=PATCH).reshape(-1, 3) for patch in (1, 3)]
@@ -54,36 +54,36 @@ def test_numbers_of_slots_do_not_matter_only_which_patches_share_one() -> None:
 
 
 @pytest.mark.parametrize("scale", [1, 3])
-def test_a_group_has_a_border_of_its_own_colour_only_where_another_token_begins(scale: int) -> None:
+def test_a_group_has_a_border_of_its_own_color_only_where_another_token_begins(scale: int) -> None:
     side = PATCH * scale
     picture = fused_picture(make_image(2, 3), [1, 1, 2, 3, 4, 5], grid=(2, 3), scale=scale)
     left = patch_pixels(picture, 0, columns=3, side=side)
-    colour = group_colour(0, 0)
+    color = group_color(0, 0)
     half = side // 2
-    assert tuple(left[half, 0]) == colour, "the picture's edge"
-    assert tuple(left[-1, half]) == colour, "another token below"
-    assert tuple(left[half, -1]) != colour, "the same token to the right"
-    assert tuple(left[half, half]) != colour
+    assert tuple(left[half, 0]) == color, "the picture's edge"
+    assert tuple(left[-1, half]) == color, "another token below"
+    assert tuple(left[half, -1]) != color, "the same token to the right"
+    assert tuple(left[half, half]) != color
     right = patch_pixels(picture, 1, columns=3, side=side)
-    assert tuple(right[half, -1]) == colour, "another token to the right"
+    assert tuple(right[half, -1]) == color, "another token to the right"
 
 
 def test_a_group_is_bordered_on_all_sides() -> None:
     picture = fused_picture(make_image(4, 3), [0, 1, 2, 3, 7, 5, 6, 7, 8, 9, 10, 11], grid=(4, 3), scale=1)
     box = np.asarray(picture)[PATCH : 3 * PATCH, PATCH : 2 * PATCH]
     for side in (box[0], box[-1], box[:, 0], box[:, -1]):
-        assert (side == group_colour(1, 1)).all()
+        assert (side == group_color(1, 1)).all()
     assert (box[1:-1, 1:-1] == box[5, 5]).all(), "no line where both patches meet"
 
 
 def test_the_border_turns_the_inner_corner_of_an_angle() -> None:
     picture = fused_picture(make_image(2, 2), [1, 1, 1, 3], grid=(2, 2), scale=1)
-    assert tuple(np.asarray(picture)[PATCH - 1, PATCH - 1]) == group_colour(0, 0)
+    assert tuple(np.asarray(picture)[PATCH - 1, PATCH - 1]) == group_color(0, 0)
 
 
-def test_patches_far_apart_in_one_group_share_the_border_colour() -> None:
+def test_patches_far_apart_in_one_group_share_the_border_color() -> None:
     picture = fused_picture(make_image(1, 5), [1, 2, 3, 4, 1], grid=(1, 5), scale=1)
-    assert tuple(np.asarray(picture)[0, 0]) == tuple(np.asarray(picture)[0, -1]) == group_colour(0, 0)
+    assert tuple(np.asarray(picture)[0, 0]) == tuple(np.asarray(picture)[0, -1]) == group_color(0, 0)
 
 
 def test_unfused_patches_keep_their_pixels_inside_a_thin_seam() -> None:
@@ -95,29 +95,29 @@ def test_unfused_patches_keep_their_pixels_inside_a_thin_seam() -> None:
     assert (picture[0] <= pixels[0]).all()
 
 
-def test_colours_stay_when_a_group_grows() -> None:
+def test_colors_stay_when_a_group_grows() -> None:
     image = make_image(2, 3)
     before = fused_picture(image, [0, 1, 1, 3, 4, 5], grid=(2, 3), scale=1)
     after = fused_picture(image, [8, 6, 6, 6, 4, 5], grid=(2, 3), scale=1)
-    assert before.getpixel((PATCH, 0)) == after.getpixel((PATCH, 0)) == group_colour(0, 1)
+    assert before.getpixel((PATCH, 0)) == after.getpixel((PATCH, 0)) == group_color(0, 1)
 
 
-def greys(picture: Image.Image, patch: int, *, side: int = PATCH) -> np.ndarray:
+def grays(picture: Image.Image, patch: int, *, side: int = PATCH) -> np.ndarray:
     """The one value of all three channels in each pixel of a patch."""
     pixels = patch_pixels(picture, patch, columns=3, side=side)
-    assert (pixels == pixels[..., :1]).all(), "no colour"
+    assert (pixels == pixels[..., :1]).all(), "no color"
     return pixels[..., 0]
 
 
 @pytest.mark.parametrize(("scale", "light"), [(1, 0), (1, 255), (3, 0), (3, 255), (3, 128)])
-def test_dropped_patches_are_grey_with_dark_stripes_whatever_they_show(scale: int, light: int) -> None:
+def test_dropped_patches_are_gray_with_dark_stripes_for_every_image(scale: int, light: int) -> None:
     image = Image.new("RGB", (3 * PATCH, 2 * PATCH), (light, light // 2, light))
     picture = fused_picture(image, ALONE, grid=(2, 3), dropped=np.arange(6) > 3, scale=scale)
     for patch in (4, 5):
-        inside = greys(picture, patch, side=PATCH * scale)[1:-1, 1:-1].astype(int)
+        inside = grays(picture, patch, side=PATCH * scale)[1:-1, 1:-1].astype(int)
         assert np.ptp(inside) > 50, "stripes"
         assert len(np.unique(inside)) == 2
-        assert 0.05 < (inside == inside.min()).mean() < 0.4, "that leave the patch to be seen"
+        assert 0.05 < (inside == inside.min()).mean() < 0.4, "between which the patch is visible"
     kept = patch_pixels(picture, 0, columns=3, side=PATCH * scale)
     assert (kept[1:-1, 1:-1] == (light, light // 2, light)).all()
 
@@ -139,12 +139,12 @@ def test_a_dropped_patch_is_in_no_group() -> None:
     assert np.array_equal(shown[inside], pixels[inside]), "left alone with its token, it is as it was"
     parts = [patch_pixels(image, patch, columns=3, side=PATCH).reshape(-1, 3) for patch in (2, 5)]
     assert middle(picture, 2, columns=3, side=PATCH) == tuple(np.concatenate(parts).mean(axis=0).round().astype(int))
-    assert picture.getpixel((3 * PATCH - 1, 0)) == group_colour(0, 2)
+    assert picture.getpixel((3 * PATCH - 1, 0)) == group_color(0, 2)
     for patch in (1, 4):
-        greys(picture, patch)
+        grays(picture, patch)
 
 
-def test_a_picture_without_dropped_patches_is_that_of_the_slots() -> None:
+def test_without_dropped_patches_only_the_slots_matter() -> None:
     image, slots = make_image(2, 3), [0, 7, 2, 7, 4, 5]
     expected = fused_picture(image, slots, grid=(2, 3))
     assert fused_picture(image, slots, grid=(2, 3), dropped=[False] * 6).tobytes() == expected.tobytes()
@@ -152,9 +152,9 @@ def test_a_picture_without_dropped_patches_is_that_of_the_slots() -> None:
 
 
 @pytest.mark.parametrize("columns", [7, 13, 14, 21, 32])
-def test_neighbouring_groups_have_colours_far_apart(columns: int) -> None:
-    colours = np.array([[group_colour(row, column) for column in range(columns)] for row in range(columns)], float)
-    for here, there in ((colours[1:], colours[:-1]), (colours[:, 1:], colours[:, :-1])):
+def test_neighboring_groups_have_colors_far_apart(columns: int) -> None:
+    colors = np.array([[group_color(row, column) for column in range(columns)] for row in range(columns)], float)
+    for here, there in ((colors[1:], colors[:-1]), (colors[:, 1:], colors[:, :-1])):
         assert np.linalg.norm(here - there, axis=-1).min() > 90  # 442 lies between black and white
 
 
@@ -172,7 +172,7 @@ def test_oblong_grids_and_other_patch_sizes(rows: int, columns: int, patch: int)
 def test_slots_that_do_not_fit_the_grid_are_refused() -> None:
     with pytest.raises(MctfError, match="one slot for each of 2x3 patches"):
         fused_picture(make_image(2, 3), np.arange(7), grid=(2, 3))
-    with pytest.raises(MctfError, match=r"one mark of dropping for each of 2x3 patches, got shape \(5,\)"):
+    with pytest.raises(MctfError, match=r"one dropped flag for each of 2x3 patches, got shape \(5,\)"):
         fused_picture(make_image(2, 3), ALONE, grid=(2, 3), dropped=[True] * 5)
 
 
@@ -192,12 +192,12 @@ def test_patches_that_form_no_grid_are_refused(patches: int) -> None:
 
 
 def test_a_sheet_holds_every_picture_with_ink_below_it() -> None:
-    red, blue = (Image.new("RGB", (120, 80), colour) for colour in ("red", "blue"))
+    red, blue = (Image.new("RGB", (120, 80), color) for color in ("red", "blue"))
     sheet = np.asarray(
         make_sheet([[Panel(red, "one"), Panel(blue, "two")], [Panel(blue, "three"), Panel(red, "four")]])
     )
-    for colour in ((255, 0, 0), (0, 0, 255)):
-        assert (sheet == colour).all(axis=-1).sum() == 2 * 120 * 80
+    for color in ((255, 0, 0), (0, 0, 255)):
+        assert (sheet == color).all(axis=-1).sum() == 2 * 120 * 80
     dark = (sheet < 120).all(axis=-1)
     assert dark.any(), "captions"
     paper = (sheet == 255).all(axis=-1)
@@ -218,8 +218,8 @@ def test_captions_shrink_to_the_width_of_their_picture() -> None:
 @pytest.mark.parametrize("legend", ["what it means", "what it means " * 4])
 def test_a_legend_lies_below_everything_within_the_sheet(legend: str) -> None:
     rows = [[Panel(Image.new("RGB", (200, 80), "red"), "one")]]
-    plain, sheet = np.asarray(make_sheet(rows)), np.asarray(make_sheet(rows, legend=legend))
-    assert sheet.shape[1] == plain.shape[1]
+    without, sheet = np.asarray(make_sheet(rows)), np.asarray(make_sheet(rows, legend=legend))
+    assert sheet.shape[1] == without.shape[1]
     red = np.flatnonzero((sheet == (255, 0, 0)).all(axis=-1).any(axis=1))
     rows_with_ink = np.flatnonzero((sheet[red[-1] + 1 :] < 120).all(axis=-1).any(axis=1))
     assert (np.diff(rows_with_ink) > 2).any(), "a caption, a gap, and the legend"

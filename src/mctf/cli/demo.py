@@ -15,7 +15,7 @@ from .progress import progress
 if TYPE_CHECKING:
     from ..core.schedule import ReductionSpec
     from ..evaluation.fidelity import Fidelity
-    from ..viz.demo import Answer, Speed
+    from ..viz.demo import Prediction, Speed
 
 _MIN_SPEEDUP = 1.02  # two runs of the same model differ by as much
 
@@ -80,8 +80,8 @@ def command(
     with progress("timing", WARMUP + rounds) as advance:
         speed = demonstration.speed(batch=batch, rounds=rounds, after_round=advance)
     show(_speed_text(speed))
-    fidelity, answers = demonstration.answers()
-    show(_fidelity_text(fidelity, answers, images=len(files), trained=source != RANDOM))
+    fidelity, predictions = demonstration.predictions()
+    show(_fidelity_text(fidelity, predictions, images=len(files), trained=source != RANDOM))
     with progress("drawing", len(demonstration.names)) as advance:
         sheet = demonstration.picture(advance)
     output.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def command(
         "plan": demonstration.plan.as_dict(),
         "speed": asdict(speed),
         "fidelity": asdict(fidelity),
-        "answers": [asdict(answer) for answer in answers] if source != RANDOM else None,
+        "predictions": [asdict(each) for each in predictions] if source != RANDOM else None,
         "picture": str(picture),
         "versions": versions(),
     }
@@ -117,7 +117,7 @@ def _speed_text(speed: "Speed") -> str:
     from ..evaluation.timing import MAX_SPREAD, UNSTABLE
 
     lines = [
-        f"speed: {speed.fused_images_per_second:.1f} images/s fused, {speed.plain_images_per_second:.1f} unfused: "
+        f"speed: {speed.fused_images_per_second:.1f} images/s fused, {speed.baseline_images_per_second:.1f} baseline: "
         f"{speed.speedup:.2f}x",
         f"  medians over {plural(speed.rounds, 'interleaved round')}, relative spread {speed.spread:.0%},",
         f"  batch {speed.batch}, {speed.dtype}, {speed.device}",
@@ -130,14 +130,14 @@ def _speed_text(speed: "Speed") -> str:
     return "\n".join(lines)
 
 
-def _fidelity_text(fidelity: "Fidelity", answers: list["Answer"], *, images: int, trained: bool) -> str:
+def _fidelity_text(fidelity: "Fidelity", predictions: list["Prediction"], *, images: int, trained: bool) -> str:
     parts = [f"class-token cosine {fidelity.class_cosine:.4f}"]
     if fidelity.kl is not None:
         parts = [f"same top-1 prediction for {fidelity.agreement:.0f} %", f"KL {fidelity.kl:.4f}", *parts]
-    lines = [f"fidelity to the unfused model on {plural(images, 'photograph')}:", f"  {', '.join(parts)}"]
+    lines = [f"fidelity to the baseline on {plural(images, 'photograph')}:", f"  {', '.join(parts)}"]
     if not trained:
         return "\n".join([*lines, "  with random weights: this does not carry over to a trained model"])
-    for answer in answers:
-        plain = f"{answer.plain} {answer.plain_probability:.0%}"
-        lines.append(f"  {answer.photograph:10}{plain:28} fused: {answer.fused} {answer.fused_probability:.0%}")
+    for each in predictions:
+        baseline = f"{each.baseline} {each.baseline_probability:.0%}"
+        lines.append(f"  {each.photograph:10}{baseline:28} fused: {each.fused} {each.fused_probability:.0%}")
     return "\n".join(lines)

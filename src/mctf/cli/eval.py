@@ -70,7 +70,7 @@ def command(
         return
     facts = {
         **run.facts(images=evaluation.images),
-        "notes": [*run.labels.notes, *evaluation.notes],
+        "notes": [*run.dataset.notes, *evaluation.notes],
         "rows": [asdict(row) for row in evaluation.rows],
     }
     give_json(facts, file=output, as_json=as_json)

@@ -116,7 +116,7 @@ def _train(trainer: "Trainer", wanted: bool | None, say: Callable[[str], None]) 
     from ..train.build import carry_on, how_to_resume
     from ..train.signals import StoppedError
 
-    recipe, world = trainer.recipe, trainer.processes.world
+    recipe, world = trainer.recipe, trainer.processes.world_size
     images = recipe.batch * recipe.accumulate * world
     lines = say if trainer.processes.is_main else None
     try:
@@ -152,7 +152,7 @@ def _finish(trainer: "Trainer", wanted: bool | None, say: Callable[[str], None])
 
 
 def _summary(trainer: "Trainer") -> str:
-    recipe, steps, world = trainer.recipe, trainer.steps, trainer.processes.world
+    recipe, steps, world = trainer.recipe, trainer.steps, trainer.processes.world_size
     parameters = sum(each.numel() for each in trainer.model.parameters()) / 1e6
     fusing = f"{recipe.method} r={recipe.r}" if recipe.fuses else "plain"
     batch = " x ".join(
@@ -174,7 +174,7 @@ def _report(trainer: "Trainer", found: "Evaluation | None", as_json: bool) -> No
         "model": recipe.model,
         "output": str(recipe.output),
         "steps": trainer.step,
-        "processes": trainer.processes.world,
+        "processes": trainer.processes.world_size,
         "recipe": recipe.decisive(),
         "device": describe_device(trainer.processes.device),
         "versions": versions(),

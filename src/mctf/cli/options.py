@@ -111,7 +111,7 @@ json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="P
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The fields of `mctf.evaluation.setup.RunOptions` except the model, then --output and --json."""
     options = (
-        click.option("--data", required=True, type=FILE, help="Folder or zip file of class/name images."),
+        click.option("--data", required=True, help="Folder or zip files of class/name images, or hf:NAME[:SPLIT]."),
         weights_option,
         classes_option,
         image_size_option,

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from .progress import progress as progress_bar
 if TYPE_CHECKING:
     from ..evaluation.setup import EvalRun
     from ..reproduce.records import Conditions, Record
-    from ..reproduce.runner import Experiment, Subject, Work
+    from ..reproduce.runner import Experiment, Subject
 
 _QUICK_IMAGES = 96
 
@@ -48,14 +48,14 @@ Examples:
 """,
 )
 @click.argument("model", required=False)
-@click.option("--data", type=FILE, help="Folder or zip file of class/name images.")
+@click.option("--data", help="Folder or zip files of class/name images, or hf:NAME[:SPLIT].")
 @weights_option
 @classes_option
 @click.option("--out", required=True, type=FILE, help="Folder for the report and its results.")
 @click.option("--only", metavar="NAME,…", default="", help="Experiments to run, as in criteria,class_token.")
 @click.option("--table", "tables", metavar="N,…", default="", help="Tables of the paper to measure: 1 to 4, A to E.")
 @click.option("--quick", is_flag=True, help=f"{_QUICK_IMAGES} images and fewer settings: about three minutes.")
-@click.option("--again", is_flag=True, help="Measure anew what was measured before.")
+@click.option("--again", is_flag=True, help="Measure anew instead of reusing results in OUT.")
 @image_size_option
 @crop_option
 @batch_size_option
@@ -66,7 +66,7 @@ Examples:
 @json_option
 def command(
     model: str | None,
-    data: Path | None,
+    data: str | None,
     out: Path,
     only: str,
     tables: str,
@@ -75,38 +75,41 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Regenerate what the paper measures, with MODEL (a timm name, or hf:NAME) on your images, beside its figures.
+    """Measure what the paper reports, with MODEL (a timm name, or hf:NAME) on your images, beside its figures.
 
-    Writes OUT/index.html, a page that needs no network, report.md and report.json. Without MODEL and --data only
-    costs are worked out. What is done is kept in OUT/results and not repeated: a run that was stopped goes on.
+    Writes OUT/index.html, a self-contained page, report.md and report.json. Without MODEL and --data only costs are
+    counted. Finished experiments are kept in OUT/results and reused: an interrupted run resumes.
     """
-    # Where another program has one of two cores, threads that spin while they wait took 148 s for what took these 23.
+    # Where another program uses one of two cores, threads that spin while they wait took 148 s for what took these 23.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     check_folder(out, "--out")
     if (model is None) != (data is None):
-        raise MctfError("MODEL and --data belong together: give both, or neither to work out costs alone")
+        raise MctfError("MODEL and --data belong together: give both, or neither to count costs alone")
 
     from ..evaluation.setup import RunOptions, open_run
-    from ..reproduce.catalogue import EXPERIMENTS
-    from ..reproduce.runner import choose
+    from ..reproduce.runner import choose, experiments
+    from ..reproduce.write import check_dependencies
 
-    wanted = choose(EXPERIMENTS, names=parse_names(only), tables=parse_names(tables))
-    _check_wanted(wanted, model, named=bool(only or tables))
+    requested = choose(experiments(), names=parse_names(only), tables=parse_names(tables))
+    need_images = [each.name for each in requested if each.needs_images]
+    if (only or tables) and need_images and model is None:
+        raise MctfError(f"{', '.join(need_images)} cannot be measured without images: give MODEL and --data")
+    check_dependencies()
     limit = min(options.pop("limit") or sys.maxsize, _QUICK_IMAGES if quick else sys.maxsize)
     if model is None or data is None:
-        known = _run(out, wanted, None, {}, quick=quick, again=again, progress=options["progress"])
+        report = _run(out, requested, None, {}, quick=quick, again=again, progress=options["progress"])
     else:
         with open_run(RunOptions(model=model, data=data, limit=limit, **options)) as opened:
             subject, conditions = _subject(opened, quick=quick)
-            known = _run(out, wanted, subject, conditions, quick=quick, again=again, progress=options["progress"])
-        for note in opened.labels.notes:
+            report = _run(out, requested, subject, conditions, quick=quick, again=again, progress=options["progress"])
+        for note in opened.dataset.notes:
             click.echo(f"note: {note}", err=True)
-    click.echo(json.dumps(known, indent=1) if as_json else out / "index.html")
+    click.echo(json.dumps(report, indent=1) if as_json else out / "index.html")
 
 
 def _run(
     out: Path,
-    wanted: Sequence["Experiment"],
+    requested: Sequence["Experiment"],
     subject: "Subject | None",
     conditions: "Conditions",
     *,
@@ -114,68 +117,53 @@ def _run(
     again: bool,
     progress: bool | None,
 ) -> dict[str, Any]:
-    """Measure what is to be measured, write the report and give its JSON object."""
-    from ..reproduce.catalogue import EXPERIMENTS
+    """Measure what is pending, write the report and return its JSON object."""
     from ..reproduce.records import Records
-    from ..reproduce.runner import Task, arrange, measure
-    from ..reproduce.write import PICTURES, publish
+    from ..reproduce.runner import Task, arrange, experiments, measure
+    from ..reproduce.write import PICTURES, write_report
 
-    records = Records.at(out, None if subject is None else conditions, EXPERIMENTS)
-    work = arrange(EXPERIMENTS, wanted, records, subject=subject, again=again)
-    tell = _teller(work, wanted)
-    total = sum(each.steps(Task(subject, quick, out)) for each in work.todo)
-    with progress_bar("reproducing", total, wanted=progress) as tick:
-        task = Task(subject, quick, out / PICTURES, tick)
-        found = measure(work, records, task, after=tell)
-    return publish(out, found, facts=_facts(records.conditions, found, subject), left_out=work.left_out)
+    records = Records.at(out, None if subject is None else conditions, experiments())
+    work = arrange(experiments(), requested, records, subject=subject, again=again)
+    reused = [each.name for each in requested if each.name in work.finished]
+    if reused:
+        click.echo(f"measured before: {', '.join(reused)}", err=True)
+    numbers = {each.name: index for index, each in enumerate(work.pending, start=1)}
 
-
-def _check_wanted(wanted: Sequence["Experiment"], model: str | None, *, named: bool) -> None:
-    """Raise MctfError where what was named cannot be had without images."""
-    needing = [each.name for each in wanted if each.needs_images]
-    if named and needing and model is None:
-        raise MctfError(f"{', '.join(needing)} cannot be measured without images: give MODEL and --data")
-
-
-def _subject(opened: "EvalRun", *, quick: bool) -> tuple["Subject", "Conditions"]:
-    """The model and its images, and all that results depend on."""
-    from ..hosts import find_host
-    from ..reproduce.runner import Subject
-
-    asked = opened.options
-    if opened.distributed.is_distributed:
-        raise MctfError("mctf reproduce runs in one process: start it without torchrun")
-    find_host(opened.model)  # refuses what cannot be fused before anything is measured
-    conditions = {
-        "model": asked.model,
-        "weights": "pretrained" if asked.weights is None else asked.weights.name,
-        "weights_bytes": None if asked.weights is None else asked.weights.stat().st_size,
-        "data": asked.data.name,
-        "images": len(opened.images),
-        "image_size": list(opened.preprocessing.image_size),
-        "crop_pct": opened.preprocessing.crop_pct,
-        "classes": opened.labels.indices is not None,
-        "quick": quick,
-    }
-    return Subject(asked.model, opened.model, opened.batches, opened.preprocessing), conditions
-
-
-def _teller(work: "Work", wanted: Sequence["Experiment"]) -> Callable[["Record"], None]:
-    """Says on stderr what was done before, and gives a function that says what has been done."""
-    before = [each.name for each in wanted if each.name in work.known]
-    if before:
-        click.echo(f"measured before: {', '.join(before)}", err=True)
-    numbers = {each.name: index for index, each in enumerate(work.todo, start=1)}
-
-    def tell(record: "Record") -> None:
+    def announce(record: "Record") -> None:
         number = numbers[record.experiment]
         click.echo(f"{number} of {len(numbers)}: {record.experiment} in {record.seconds:.0f} s", err=True)
 
-    return tell
+    steps = sum(each.steps(Task(subject, quick, out)) for each in work.pending)
+    with progress_bar("reproducing", steps, wanted=progress) as advance:
+        finished = measure(work, records, Task(subject, quick, out / PICTURES, advance), after=announce)
+    return write_report(out, finished, facts=_facts(records.conditions, finished, subject), skipped=work.skipped)
 
 
-def _facts(conditions: "Conditions", found: dict[str, "Record"], subject: "Subject | None") -> dict[str, str]:
-    """What the page says of the run, by heading."""
+def _subject(opened: "EvalRun", *, quick: bool) -> tuple["Subject", "Conditions"]:
+    """The model with its images, and everything that results depend on."""
+    from ..hosts import find_host
+    from ..reproduce.runner import Subject
+
+    settings = opened.options
+    if opened.distributed.is_distributed:
+        raise MctfError("mctf reproduce runs in one process: start it without torchrun")
+    find_host(opened.model)  # refuses an unsupported model before anything is measured
+    conditions = {
+        "model": settings.model,
+        "weights": "pretrained" if settings.weights is None else settings.weights.name,
+        "weights_bytes": None if settings.weights is None else settings.weights.stat().st_size,
+        "data": ",".join(Path(part.strip()).name for part in str(settings.data).split(",")),
+        "images": len(opened.dataset),
+        "image_size": list(opened.preprocessing.image_size),
+        "crop_pct": opened.preprocessing.crop_pct,
+        "classes": opened.dataset.targets is not None,
+        "quick": quick,
+    }
+    return Subject(settings.model, opened.model, opened.batches, opened.preprocessing), conditions
+
+
+def _facts(conditions: "Conditions", finished: dict[str, "Record"], subject: "Subject | None") -> dict[str, str]:
+    """The conditions of the run for the page, by heading."""
     from ..evaluation.environment import command_line, commit, describe_device, versions
 
     facts = {}
@@ -186,11 +174,11 @@ def _facts(conditions: "Conditions", found: dict[str, "Record"], subject: "Subje
     if subject is not None:
         facts["Device"] = describe_device(next(subject.model.parameters()).device) + ", float32"
     facts["Versions"] = ", ".join(f"{name} {version}" for name, version in versions().items())
-    made_from = commit()
-    if made_from is not None:
-        facts["Commit"] = made_from
-    if found:
-        minutes = sum(record.seconds for record in found.values()) / 60
-        last = datetime.fromisoformat(max(record.date for record in found.values()))
+    source = commit()
+    if source is not None:
+        facts["Commit"] = source
+    if finished:
+        minutes = sum(record.seconds for record in finished.values()) / 60
+        last = datetime.fromisoformat(max(record.date for record in finished.values()))
         facts["Measured"] = f"{last:%Y-%m-%d %H:%M} UTC, in {minutes:.1f} minutes"
     return facts | {"Command": command_line()}

@@ -88,7 +88,7 @@ def command(
     from ..hosts import find_host
     from ..methods import make_method
     from ..planning import plan
-    from ..viz.contact_sheet import choose_blocks, gallery, write_png
+    from ..viz.contact_sheet import choose_blocks, contact_sheet, write_png
     from ..viz.fused_patches import open_image
 
     make_method(method, options)  # before a download
@@ -101,7 +101,7 @@ def command(
     transform = preprocessing.transform()
     with progress("drawing", len(opened)) as advance:
         inputs = [transform(image) for image in opened]
-        sheet = gallery(loaded, inputs, preprocessing, blocks=chosen, scale=scale, after_image=advance)
+        sheet = contact_sheet(loaded, inputs, preprocessing, blocks=chosen, scale=scale, after_image=advance)
     write_png(sheet, output)
 
     facts = {

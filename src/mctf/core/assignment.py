@@ -1,7 +1,7 @@
-"""One fusion of tokens as one integer vector: the output slot of every input token.
+"""One reduction of tokens as one integer vector: the output slot of every input token.
 
-Everything downstream reads this vector: pooling is a weighted mean over each slot, sizes are sums over it,
-un-fusing is a gather by it, and the map through many blocks is one vector applied to another.
+Everything downstream reads this vector: pooling is a weighted mean over each slot, sizes are sums over it, unpooling is
+a gather by it, and the map through many blocks is one vector composed with the next.
 
 Axes: B images, N tokens before, M slots after, C channels.
 """
@@ -16,12 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which slot each token goes to.
+    """The slot of each token.
 
     slots: B N, int64, values in 0 .. count - 1; every slot is used by at least one token of its image, unless it is
     padding.
     count: M, the number of slots, the same for all images of the batch.
-    order, start: B N and B M+1, int32, where they are known: tokens sorted by slot, and where each slot begins.
+    order, start: B N and B M+1, int32, optional: tokens sorted by slot, and where each slot begins in that order.
     """
 
     slots: Tensor
@@ -49,21 +49,26 @@ class Assignment:
         index = self._flat_slots()[:, None].expand_as(rows)
         return rows.new_zeros(batch * self.count, channels).scatter_add(0, index, rows).view(batch, -1, channels)
 
+    def shares(self, weights: Tensor) -> Tensor:
+        """Each token's share of its slot's weight, B N: w_i / sum of w over the slot; 0 where that sum is 0."""
+        total = self.total(weights)
+        return weights / self.unpool(total.where(total > 0, 1))
+
     def pool(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Weighted mean of the tokens in each slot: sum_i w_i x_i / sum_i w_i, B M C.
+        """Weighted mean of the tokens in each slot: sum_i w_i x_i / sum_i w_i, B M C; 0 where all weights are 0.
 
         x: B N C; weights: B N, non-negative, without gradient. Sums run in the wider of the two dtypes.
         """
-        share = weights / self.unpool(self.total(weights))
-        if _bags_pay(x, share):
-            return self._pool_by_bags(x, share)
-        return self.sum(x * share[..., None]).to(x.dtype)
-
-    def _pool_by_bags(self, x: Tensor, share: Tensor) -> Tensor:
-        """Sum of share times token in each slot. A slot is a bag of tokens, each read once and summed in one pass."""
-        order, start = self._bags
-        rows, shares = x.flatten(0, 1), share.flatten()[order]
-        return F.embedding_bag(order, rows, start, mode="sum", per_sample_weights=shares).view(len(x), -1, x.shape[2])
+        shares = self.shares(weights)
+        # On a CPU, bags of tokens are as fast as scattering, and up to 30 times as fast where rows are many or wide.
+        # Not in a graph, whose batch may vary, nor for gradients, nor in mixed dtypes.
+        eager = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        if eager and x.dtype == shares.dtype and not (torch.is_grad_enabled() and x.requires_grad):
+            order, start = self._bags
+            rows, row_shares = x.flatten(0, 1), shares.flatten()[order]
+            pooled = F.embedding_bag(order, rows, start, mode="sum", per_sample_weights=row_shares)
+            return pooled.view(x.shape[0], -1, x.shape[2])
+        return self.sum(x * shares[..., None]).to(x.dtype)
 
     @cached_property
     def _bags(self) -> tuple[Tensor, Tensor]:
@@ -87,9 +92,9 @@ class Assignment:
         return rows.view(batch, tokens, *fused.shape[2:])
 
     def first_of_slot(self, x: Tensor) -> Tensor:
-        """The first token of each slot, B N C -> B M C: undoes `spread` exactly, gradient included.
+        """The first token of each slot, B N C -> B M C: undoes `unpool` exactly, gradient included.
 
-        Padding, which no token goes to, takes the last token.
+        Padding, which no token maps to, takes the last token.
         """
         batch, tokens = self.slots.shape
         position = torch.arange(tokens, device=x.device).expand(batch, -1)
@@ -98,26 +103,17 @@ class Assignment:
         return x.gather(1, first[..., None].expand(-1, -1, x.shape[-1]))
 
     def compose(self, later: "Assignment") -> "Assignment":
-        """This fusion followed by a later one, as one: slots of the later, per token of this."""
+        """This reduction followed by a later one, as one: slots of the later, per token of this."""
         return Assignment(later.slots.gather(1, self.slots), later.count)
 
     def _flat_slots(self) -> Tensor:
-        """Slots numbered through the whole batch, B*N. Row moves on a flat matrix are ~10x faster on a CPU."""
+        """Slots numbered through the whole batch, B*N. Moving rows of a flat matrix is ~10x faster on a CPU."""
         offsets = torch.arange(self.slots.shape[0], device=self.slots.device) * self.count
         return (self.slots + offsets[:, None]).flatten()
 
 
 def joint_weights(weights: Tensor | None, sizes: Tensor, by_size: bool) -> Tensor:
-    """How much each token counts in its slot: by its weight, and `by_size` as often as it stands for others; B N."""
+    """Each token's weight in its slot, B N: its weight, times its size if `by_size`; 1 where there is neither."""
     if weights is None:
         return sizes if by_size else torch.ones_like(sizes)
     return weights * sizes if by_size else weights
-
-
-def _bags_pay(x: Tensor, share: Tensor) -> bool:
-    """Whether to pool by bags: as fast as scattering on a CPU, and up to 30 times as fast where rows are many or wide.
-
-    Not in a graph, which needs to know no more than what is computed, nor for gradients, nor in mixed dtypes.
-    """
-    eager = x.device.type == "cpu" and not torch.compiler.is_compiling()
-    return eager and x.dtype == share.dtype and not (torch.is_grad_enabled() and x.requires_grad)

@@ -1,10 +1,10 @@
-"""Attention over fused tokens, and what it says of their importance, by pieces of its N x N map where it needs one.
+"""Attention over fused tokens, and the attention that tokens receive, by chunks of the N x N map where it is needed.
 
-`sizes` (B N, float32) makes attention proportional: log s is added to every key's logits, so that a token standing
-for s others counts s times. None means plain attention. `bias` (H N N or B H N N) is added to the logits as well,
-where a model has relative positions.
+`sizes` (B N, float32) makes attention proportional: log s is added to every key's logits, so that a token standing for
+s others counts s times. None means plain attention. `bias` (H N N or B H N N) is added to the logits as well, where a
+model has relative positions.
 
-Axes: B images, H heads, N tokens, d channels a head.
+Axes: B images, H heads, N tokens, d channels per head.
 """
 
 from collections.abc import Iterator
@@ -15,13 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .assignment import Assignment
-from .matching import at_least_float32
 
-# The largest piece of an attention map held at once, in elements. On a CPU it should stay in the cache: on two cores
-# `informativeness` of 8 x 6 x 197 tokens took 4-5 ms by pieces of 2 MiB and 10-11 ms at once. Elsewhere 64 MiB do.
+TINY = 1e-30  # attention may underflow to 0; its logarithm must not
+
+# The largest chunk of an attention map held at once, in elements. On a CPU it should stay in the cache: on two cores
+# `informativeness` of 8 x 6 x 197 tokens takes 4-5 ms by chunks of 2 MiB and 10-11 ms at once. Elsewhere 64 MiB do.
 _CPU_CHUNK = 1 << 19
 _CHUNK = 1 << 24
-_KEEP_MAX = 1 << 24  # elements of a map that a CPU may keep from looking to attending: 64 MiB
+_KEEP_MAX = 1 << 24  # elements of a map that a CPU may keep from `attention_received` to `attend`: 64 MiB
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or as it is in float64."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,11 @@ class ReceivedAttention:
     map_chunks: tuple[Tensor, ...] = ()
 
 
+def total_received(partial: Tensor) -> Tensor:
+    """Informativeness from its partial sums, B G N -> B N; clamped away from zero."""
+    return partial.sum(dim=1).clamp_min(TINY)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -48,10 +59,10 @@ def attend(
     bias: Tensor | None = None,
     received: ReceivedAttention | None = None,
 ) -> Tensor:
-    """softmax(q kT * scale + bias + log s) v with the heads joined again: B N (H d).
+    """softmax(q kT * scale + bias + log s) v with heads joined: B N (H d).
 
     unpool: v has one row per slot (B H M d) and each key takes the value of its slot.
-    received: what `attention_received` returned for the same q, k and sizes; its map chunks are reused.
+    received: the result of `attention_received` for the same q, k and sizes; its map chunks are reused.
     """
     if unpool is not None:
         v = unpool.unpool(v.transpose(1, 2)).transpose(1, 2)
@@ -59,12 +70,12 @@ def attend(
         chunks = received.map_chunks
         parts = v.split([chunk.shape[0] for chunk in chunks])
         return torch.cat([_context(chunk, part) for chunk, part in zip(chunks, parts, strict=True)])
-    added = added_bias(sizes, bias, q)
-    context = F.scaled_dot_product_attention(q, k, v, attn_mask=added, dropout_p=dropout, scale=scale)
+    mask = additive_mask(sizes, bias, q)
+    context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return context.transpose(1, 2).flatten(2)
 
 
-def added_bias(sizes: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor | None:
+def additive_mask(sizes: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor | None:
     """bias + log s as an additive attention mask, B 1 1 N or B H N N; None where there is nothing to add."""
     if bias is not None and bias.dim() == 3:
         bias = bias[None]
@@ -80,9 +91,9 @@ def attention_map(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, b
     queries = at_least_float32(q * scale).flatten(0, 1)
     keys = at_least_float32(k).flatten(0, 1).transpose(1, 2)
     logits = queries @ keys
-    added = added_bias(sizes, bias, logits)
-    if added is not None:
-        logits += added.expand(batch, heads, -1, -1).flatten(0, 1)
+    mask = additive_mask(sizes, bias, logits)
+    if mask is not None:
+        logits += mask.expand(batch, heads, -1, -1).flatten(0, 1)
     return logits.softmax(dim=-1).unflatten(0, (-1, heads))
 
 
@@ -109,20 +120,17 @@ def attention_received(
     bias: Tensor | None = None,
     keep: bool = False,
 ) -> ReceivedAttention:
-    """`informativeness`, and with `keep` the attention, where it is cheaper to keep than to compute again."""
+    """`informativeness`, and with `keep` the map, where keeping it is cheaper than recomputing it."""
     if rows == "class" or not (keep and _keeps_map(q, k)):
         return ReceivedAttention(informativeness(q, k, sizes=sizes, scale=scale, rows=rows, bias=bias)[:, None])
-    chunks, sums = [], []
-    for full_map in _map_chunks(q, k, sizes, scale, bias):
-        chunks.append(full_map)
-        sums.append(column_means(full_map, rows))
-    return ReceivedAttention(torch.cat(sums)[:, None], tuple(chunks))
+    chunks = tuple(_map_chunks(q, k, sizes, scale, bias))
+    return ReceivedAttention(torch.cat([column_means(chunk, rows) for chunk in chunks])[:, None], chunks)
 
 
 def _keeps_map(q: Tensor, k: Tensor) -> bool:
-    """On a CPU, without gradient, while it is not large; not in a graph, whose batch may vary.
+    """Whether to keep a map: on a CPU, without gradient, while it is not large; not in a graph, whose batch may vary.
 
-    Nor in float16, whose products are slow, nor under autocast, which would make the map itself coarse.
+    Not in float16, whose products are slow, nor under autocast, which would make the map itself coarse.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled():
         return False
@@ -144,28 +152,27 @@ def attend_with_received(
 ) -> tuple[Tensor, Tensor]:
     """`attend` and `informativeness` of the same attention: B N (H d) and B N.
 
-    Without gradient both read the map while a piece of it is there; with gradient it must not be kept.
+    Without gradient both read each chunk of the map while it is there; with gradient it must not be kept.
     """
     if dropout or (torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)):
         context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout, bias=bias)
         return context, informativeness(q, k, sizes=sizes, scale=scale, rows=rows, bias=bias)
-    contexts, sums = [], []
+    contexts, means = [], []
     done = 0
     for full_map in _map_chunks(q, k, sizes, scale, bias):
-        values = v[done : done + full_map.shape[0]]
-        contexts.append(_context(full_map, values))
-        sums.append(column_means(full_map, rows))
+        contexts.append(_context(full_map, v[done : done + full_map.shape[0]]))
+        means.append(column_means(full_map, rows))
         done += full_map.shape[0]  # not len(): it would fix the batch of an exported model
-    return torch.cat(contexts), torch.cat(sums)
+    return torch.cat(contexts), torch.cat(means)
 
 
 def _context(full_map: Tensor, v: Tensor) -> Tensor:
-    """A map times values with the heads joined again: B N (H d)."""
+    """A map times values with heads joined: B N (H d)."""
     return (full_map.to(v.dtype) @ v).transpose(1, 2).flatten(2)
 
 
 def _map_chunks(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float, bias: Tensor | None) -> Iterator[Tensor]:
-    """The attention map, some images at a time."""
+    """The attention map, a few images at a time."""
     for part in batch_chunks(q, k):
         own_sizes = None if sizes is None else sizes[part]
         own_bias = bias if bias is None or bias.dim() == 3 or bias.shape[0] == 1 else bias[part]
@@ -174,7 +181,7 @@ def _map_chunks(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float, bias: 
 
 def batch_chunks(q: Tensor, k: Tensor) -> list[slice]:
     """Slices of the batch whose attention maps may be held at once."""
-    if torch.compiler.is_exporting():  # a size of pieces would be the largest batch that the exported model takes
+    if torch.compiler.is_exporting():  # a chunk size would be the largest batch that the exported model takes
         return [slice(None)]
     in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
     images = max(1, (_CPU_CHUNK if in_cache else _CHUNK) // (q.shape[1] * q.shape[2] * k.shape[2]))
@@ -184,7 +191,7 @@ def batch_chunks(q: Tensor, k: Tensor) -> list[slice]:
 
 
 def column_means(full_map: Tensor, rows: str) -> Tensor:
-    """Mean over heads of the rows of a map, B H N N -> B N; see `informativeness`."""
+    """Column means of a map over heads and rows, B H N N -> B N; see `informativeness`."""
     if rows == "class":
         return full_map[:, :, 0].mean(dim=1)
     mean = full_map.mean(dim=(1, 2))

@@ -1,15 +1,14 @@
-"""What a transformer block costs, in multiply-adds as fvcore counts them.
+"""Multiply-adds of a transformer block, in fvcore's convention.
 
-One FLOP per multiply-add, five per element of a LayerNorm, nothing for softmax, activations and additions.
-Two accounts are kept apart: `paper`, the published formula behind the paper's tables, and `run`, what this
-implementation really executes.
+One FLOP per multiply-add, five per element of a LayerNorm, none for softmax, activations and additions. Two accounts
+are kept apart: `paper`, the published formula behind the paper's tables, and `run`, what this implementation executes.
 
-Axes: N tokens before fusion, M after, C channels.
+Axes: N tokens before fusion, M after, C channels, H heads, d channels per head.
 """
 
 from dataclasses import dataclass
 
-NORM = 5  # fvcore's price of one LayerNorm element
+NORM = 5  # fvcore's cost of one LayerNorm element
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,11 @@ class BlockShape:
     """The sizes that decide a block's cost, all per token.
 
     channels: C, the residual stream. attention: H * d, usually C as well. heads: H.
-    mlp: multiply-adds of the MLP. norms: elements of one pre- or post-norm that fvcore prices, usually C.
+    mlp: multiply-adds of the MLP. norms: elements of one pre- or post-norm that fvcore counts, usually C.
     norm_first: whether the norms precede attention and MLP. head_norms: elements of the q and k norms together.
     context: extra multiply-adds on attention's output before its projection (norm, gate).
-    shared: how many query heads read the same keys and values. mixing: extra multiply-adds for each pair of tokens
-    while the attention map is made (heads that talk to each other).
+    shared: number of query heads per key-value head. mixing: extra multiply-adds per pair of tokens in the attention
+    map (talking heads).
     """
 
     channels: int
@@ -58,38 +57,33 @@ class BlockShape:
         return rows * columns * self.attention
 
     def map(self, rows: int, columns: int) -> int:
-        """The attention A itself: q kT over all heads, and what else it takes."""
+        """The attention map A: q kT over all heads, and the mixing of heads."""
         return self.product(rows, columns) + rows * columns * self.mixing
 
     def finish_context(self, tokens: int) -> int:
         return tokens * self.context
 
     def project(self, tokens: int) -> int:
-        """The output projection and, where norms come last, the norm after it."""
+        """The output projection and, in post-norm blocks, the norm after it."""
         return tokens * (self.projection() + (0 if self.norm_first else NORM * self.norms))
 
     def norm(self, tokens: int) -> int:
-        """What is done to the tokens before attention reads them."""
+        """The norm before attention."""
         return tokens * NORM * self.norms if self.norm_first else 0
 
     def mlp_branch(self, tokens: int) -> int:
         return tokens * (self.mlp + NORM * self.norms)
 
     def attention_branch(self, tokens: int) -> int:
-        reading = self.norm(tokens) + self.queries_keys(tokens) + self.values(tokens)
-        attending = self.map(tokens, tokens) + self.product(tokens, tokens)
-        return reading + attending + self.finish_context(tokens) + self.project(tokens)
+        inputs = self.norm(tokens) + self.queries_keys(tokens) + self.values(tokens)
+        attention = self.map(tokens, tokens) + self.product(tokens, tokens)
+        return inputs + attention + self.finish_context(tokens) + self.project(tokens)
 
     def plain(self, tokens: int) -> int:
-        """The whole block without fusion."""
+        """The whole block without reduction."""
         return self.attention_branch(tokens) + self.mlp_branch(tokens)
 
 
 def split_product(tokens: int, channels: int) -> int:
     """Similarities between the two halves of all tokens, as the paper counts them."""
     return -(-tokens // 2) * (tokens // 2) * channels
-
-
-def unprotected_product(tokens: int, protected: int, channels: int) -> int:
-    """Similarities between the two halves of the unprotected tokens, as they are computed here."""
-    return split_product(tokens - protected, channels)

@@ -1,10 +1,10 @@
-"""Where the tokens of a block come from: the positions of the input that each of them covers, and by what share.
+"""Positions of fused tokens: the input positions that each token covers, and their shares in it.
 
-Some models tell every block anew where its tokens are (rotary tables, relative position biases). Such numbers belong
-to positions of the input, so a fused token takes the mean over its positions, weighted as its content was: attention logits
-are linear in them, so the logits of a fused token are the mean over the positions it covers.
+Some models pass positions to every block anew (rotary tables, relative position biases). Such numbers belong to input
+positions, so a fused token takes the mean over the positions it covers, weighted as its content was. Attention logits
+are linear in them, so the logits of a fused token are the mean over its positions.
 
-Axes: B images, N positions of the input, M tokens, K numbers a position.
+Axes: B images, N input positions, M tokens, H heads, K numbers per position.
 """
 
 from dataclasses import dataclass
@@ -16,25 +16,26 @@ from .assignment import Assignment
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """What the present tokens stand for.
+    """The input positions of the current tokens.
 
     source: B N -> M, the token that covers each position.
-    shares: B N, float32, weight of each position in its token, summing to 1 over a token; None where nobody asks.
+    shares: B N, float32, weight of each position in its token, summing to 1 per token; None where they are not needed.
     """
 
     source: Assignment
     shares: Tensor | None = None
 
     def compose(self, later: Assignment, weights: Tensor | None) -> "TokenPositions":
-        """After one more fusion with these pooling weights (B M); without weights, shares are given up."""
+        """After one more reduction with these pooling weights (B M); without weights, shares are given up."""
+        source = self.source.compose(later)
         if self.shares is None or weights is None:
-            return TokenPositions(self.source.compose(later))
-        return TokenPositions(self.source.compose(later), self.shares * self.source.unpool(_shares(later, weights)))
+            return TokenPositions(source)
+        return TokenPositions(source, self.shares * self.source.unpool(later.shares(weights)))
 
     def mean(self, table: Tensor) -> Tensor:
         """Mean of a table over the positions of each token: N K or B N K -> B M K."""
         if self.shares is None:
-            raise ValueError("shares were not kept: the host must say that it carries positions")
+            raise ValueError("the shares of positions were not kept: the host's `uses_positions` must be True")
         rows = table.expand(self.source.slots.shape[0], -1, -1) * self.shares[..., None]
         return self.source.sum(rows).to(table.dtype)
 
@@ -48,15 +49,8 @@ class TokenPositions:
         return columns.unflatten(2, (self.source.count, heads)).permute(0, 3, 2, 1)
 
 
-def initial_positions(assignment: Assignment, weights: Tensor | None) -> TokenPositions:
-    """The positions after the first fusion."""
-    return TokenPositions(assignment, None if weights is None else _shares(assignment, weights))
-
-
 def positions_after(before: TokenPositions | None, assignment: Assignment, weights: Tensor | None) -> TokenPositions:
-    """The positions after one more fusion; None before while nothing was fused."""
-    return initial_positions(assignment, weights) if before is None else before.compose(assignment, weights)
-
-
-def _shares(assignment: Assignment, weights: Tensor) -> Tensor:
-    return weights / assignment.unpool(assignment.total(weights))
+    """The positions after one more reduction; before is None while nothing was fused."""
+    if before is not None:
+        return before.compose(assignment, weights)
+    return TokenPositions(assignment, None if weights is None else assignment.shares(weights))

@@ -1,4 +1,4 @@
-"""How many tokens leave in each block: reading `r`, checking it, and capping it where tokens run out."""
+"""Per-block reduction schedules: parsing r, checking it against a model, and counting tokens per block."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,22 +8,15 @@ from typing import Protocol
 
 from ..errors import MctfError, did_you_mean
 
-Amount = int | float  # tokens to fuse in one block: a count, or below 1 a ratio of the unprotected tokens
+Amount = int | float  # tokens to remove in one block: a count, or below 1 a ratio of the unprotected tokens
 ReductionSpec = Amount | Sequence[Amount] | str
 
 FAST_RATIO = 0.35  # the authors' "Fast" preset: this ratio at a quarter, half and three quarters of the depth
 
 
 def fast_blocks(depth: int) -> tuple[int, ...]:
-    """Blocks 3, 6, 9 of the twelve the authors use, and the like places of other depths."""
+    """Blocks at a quarter, half and three quarters of the depth: 3, 6, 9 of the authors' twelve."""
     return tuple(sorted({round(depth * part / 4) for part in (1, 2, 3)} - {depth}))
-
-
-def read_blocks(blocks: Iterable[int] | None) -> tuple[int, ...] | None:
-    """The user's choice of blocks, kept: an iterator could be read only once."""
-    if isinstance(blocks, str) or (blocks is not None and not isinstance(blocks, Iterable)):
-        raise MctfError(f"blocks={blocks!r} is not a list of block numbers: write blocks=[{blocks}]")
-    return None if blocks is None else tuple(blocks)
 
 
 def parse_r(value: object) -> ReductionSpec:
@@ -41,6 +34,16 @@ def parse_r(value: object) -> ReductionSpec:
     return spec  # type: ignore[return-value]
 
 
+def parse_blocks(value: object) -> tuple[int, ...]:
+    """Block numbers from "3,6,9" or a list; raises MctfError for anything else."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if isinstance(parts, Iterable):
+        numbers = [_parse_word(part) for part in parts]
+        if numbers and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            return tuple(numbers)  # type: ignore[arg-type]
+    raise MctfError(f"blocks {value!r} is not a list of block numbers: write 3,6,9")
+
+
 def _parse_word(word: object) -> object:
     """A number where the text is one; anything else as it is."""
     if isinstance(word, str):
@@ -52,51 +55,49 @@ def _parse_word(word: object) -> object:
     return word
 
 
-def parse_blocks(value: object) -> tuple[int, ...]:
-    """Block numbers from "3,6,9" or a list; raises MctfError for anything else."""
-    parts = value.split(",") if isinstance(value, str) else value
-    if isinstance(parts, Iterable):
-        numbers = [_parse_word(part) for part in parts]
-        if numbers and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-            return tuple(numbers)  # type: ignore[arg-type]
-    raise MctfError(f"blocks {value!r} is not a list of block numbers: write 3,6,9")
+def read_blocks(blocks: Iterable[int] | None) -> tuple[int, ...] | None:
+    """The user's choice of blocks as a tuple: an iterator could be read only once."""
+    if isinstance(blocks, str) or (blocks is not None and not isinstance(blocks, Iterable)):
+        raise MctfError(f"blocks={blocks!r} is not a list of block numbers: write blocks=[{blocks}]")
+    return None if blocks is None else tuple(blocks)
 
 
 def make_schedule(
     r: ReductionSpec, *, depth: int, blocks: Iterable[int] | None, default_blocks: Iterable[int]
 ) -> tuple[Amount, ...]:
-    """One amount a block from what the user wrote for `r` and `blocks`; raises MctfError when it makes no sense."""
+    """One amount per block from the user's `r` and `blocks`; raises MctfError where they make no sense."""
     if isinstance(r, str):
         if r != "fast":
-            raise MctfError(_against_word(r))
+            raise MctfError(_preset_error(r))
         chosen = fast_blocks(depth) if blocks is None else _check_blocks(blocks, depth)
         return tuple(FAST_RATIO if block in chosen else 0 for block in range(depth))
     if isinstance(r, Sequence):
         if blocks is not None:
-            raise MctfError("r is a list with one amount a block, so leave out blocks= and put 0 where nothing fuses")
+            raise MctfError(
+                "r is a list with one entry per block: leave out blocks= and write 0 where nothing is fused"
+            )
         if len(r) != depth:
-            raise MctfError(f"r has {len(r)} entries but the model has {depth} blocks: give one amount a block")
-        return tuple(_check_entry(amount) for amount in r)
-    amount = _check_entry(r)
+            raise MctfError(f"r has {len(r)} entries but the model has {depth} blocks: give one entry per block")
+        return tuple(_check_amount(amount) for amount in r)
+    amount = _check_amount(r)
     chosen = tuple(default_blocks) if blocks is None else _check_blocks(blocks, depth)
     return tuple(amount if block in chosen else 0 for block in range(depth))
 
 
-def _against_word(r: str) -> str:
-    """What is wrong with a word that is no preset."""
+def _preset_error(r: str) -> str:
     try:
         float(r)
     except ValueError:
-        return f"r={r!r} is no known preset: {did_you_mean(r, ['fast'])}"
-    return f"r={r!r} is a word: write r={r.strip()}, without quotes"
+        return f"r={r!r} is not a preset: {did_you_mean(r, ['fast'])}"
+    return f"r={r!r} is text: write r={r.strip()}, without quotes"
 
 
-def _check_entry(amount: object) -> Amount:
+def _check_amount(amount: object) -> Amount:
     if isinstance(amount, bool) or not isinstance(amount, Real):
         raise MctfError(f"r must be a number, a list of numbers or 'fast', not {amount!r}")
     if isinstance(amount, Integral):
         if amount < 0:
-            raise MctfError(f"r={amount} is negative: give the number of tokens to fuse in a block, 0 for none")
+            raise MctfError(f"r={amount} is negative: give the number of tokens to remove per block, 0 for none")
         return int(amount)
     value = float(amount)
     if not 0 <= value < 1:
@@ -113,21 +114,15 @@ def _check_blocks(blocks: Iterable[int], depth: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def capped_reduction(amount: Amount, tokens: int, *, protected: int, min_tokens: int) -> int:
-    """r = max(0, min(r, N - min_tokens, (N - protected) // 2)) for one block with N tokens."""
-    asked = requested_tokens(amount, tokens - protected)
-    return max(0, min(asked, tokens - min_tokens, (tokens - protected) // 2))
-
-
-def requested_tokens(amount: Amount, free: int) -> int:
-    """The count itself, or that ratio of the free tokens rounded down."""
-    # 0.29 * 100 is 28.999…: a ratio that means a whole number gets it
-    return amount if isinstance(amount, int) else math.floor(amount * free + 1e-9)
+def requested_tokens(amount: Amount, unprotected: int) -> int:
+    """The count itself, or that ratio of the unprotected tokens, rounded down."""
+    # 0.29 * 100 is 28.999…: a ratio that means a whole number gives it
+    return amount if isinstance(amount, int) else math.floor(amount * unprotected + 1e-9)
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Tokens of one block: how many enter, how many were asked to leave, how many do, how many go on."""
+    """Tokens of one block: how many enter, how many the schedule removes, how many are removed, how many remain."""
 
     tokens: int
     num_requested: int
@@ -136,7 +131,7 @@ class Reduction:
 
 
 class ReductionCounts(Protocol):
-    """How many tokens are to leave a block, how many do and how many go on; what a method answers."""
+    """The counting part of a method; see `mctf.methods.base.Method`."""
 
     def num_requested(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int: ...
     def num_reduced(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int: ...
@@ -145,17 +140,17 @@ class ReductionCounts(Protocol):
 
 def reductions(schedule: Sequence[Amount], tokens: int, *, protected: int, method: ReductionCounts) -> list[Reduction]:
     """The reduction of every block of a model that starts with `tokens` tokens."""
-    initial, steps = tokens, []
+    initial, result = tokens, []
     for index, amount in enumerate(schedule):
         stage = stage_of(schedule, index)
-        asked = method.num_requested(amount, tokens, protected=protected, initial=initial, stage=stage)
-        taken = method.num_reduced(amount, tokens, protected=protected, initial=initial, stage=stage)
-        remaining = method.num_remaining(tokens, taken)
-        steps.append(Reduction(tokens, asked, taken, remaining))
+        requested = method.num_requested(amount, tokens, protected=protected, initial=initial, stage=stage)
+        reduced = method.num_reduced(amount, tokens, protected=protected, initial=initial, stage=stage)
+        remaining = method.num_remaining(tokens, reduced)
+        result.append(Reduction(tokens, requested, reduced, remaining))
         tokens = remaining
-    return steps
+    return result
 
 
 def stage_of(schedule: Sequence[Amount], index: int) -> int:
-    """How many blocks before this one reduce."""
+    """Number of reducing blocks before this one."""
     return sum(1 for amount in schedule[:index] if amount)

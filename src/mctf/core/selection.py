@@ -1,4 +1,7 @@
-"""Keeping the best of the tokens, the same number in every image.
+"""Dropping tokens: the same number from every image (`keep_topk`), or as many as each image decides (`pack_ragged`).
+
+A dropped token keeps an entry in the assignment, so that the assignment stays total: it maps to the preceding kept
+token, or to the first kept unprotected one where no unprotected token precedes it, with weight 0.
 
 Axes: B images, N tokens, n of them unprotected, M kept, C channels.
 """
@@ -13,11 +16,9 @@ from .assignment import Assignment
 
 @dataclass(frozen=True)
 class TopK:
-    """Which tokens stay, in their old order.
+    """The kept tokens, the same number in every image, in their old order.
 
-    index: B M, their places among all N. weights: B N, 1 for those that stay and 0 for the others.
-    assignment: B N -> M. To have a place at all, a token that does not stay is mapped to the one before it that does,
-    or to the first unprotected one, where it counts for nothing.
+    index: B M, their indices among all N. assignment: B N -> M. weights: B N, 1 for kept tokens, 0 for dropped ones.
     """
 
     index: Tensor
@@ -25,86 +26,84 @@ class TopK:
     weights: Tensor
 
     def gather(self, x: Tensor) -> Tensor:
-        """The tokens that stay: B N C -> B M C."""
-        return torch.take_along_dim(x, self.index[..., None], dim=1)
+        """The kept tokens, or whatever belongs to them: B N … -> B M …."""
+        return _gather(x, self.index)
 
 
 def keep_topk(scores: Tensor, keep: int, *, protected: int) -> TopK:
     """Keep the protected tokens and, of the others, those with the `keep` largest scores (B n)."""
     batch, tokens = scores.shape[0], protected + scores.shape[1]
-    best = protected + scores.topk(keep, dim=1).indices.sort(dim=1).values
     first = torch.arange(protected, device=scores.device).expand(batch, -1)
-    index = torch.cat([first, best], dim=1)
-    stays = torch.zeros(batch, tokens, dtype=torch.long, device=scores.device).scatter(1, index, 1)
-    slots = torch.maximum(stays.cumsum(1) - 1, torch.arange(tokens, device=scores.device).clamp_max(protected))
-    return TopK(index, Assignment(slots, protected + keep), stays.float())
+    index = torch.cat([first, protected + scores.topk(keep, dim=1).indices.sort(dim=1).values], dim=1)
+    kept = torch.zeros(batch, tokens, dtype=torch.bool, device=scores.device).scatter(1, index, True)
+    return TopK(index, drop_assignment(kept, protected + keep, protected=protected), kept.float())
 
 
-# MERGED from mctf.core.selection:
-# Tokens that each image keeps for itself, packed to the front and padded to the fullest image of the batch.
-#
-# Images of a batch may keep different numbers of tokens. The tokens that stay move up in their old order; a shorter image
-# gets padding behind them, rows of zeros with size 0 that nobody attends to. After the last block, copies of its last
-# token take their place.
-#
-# Axes: B images, N tokens before, M after: as many as the image keeps that keeps most.
+def drop_assignment(kept: Tensor, count: int, *, protected: int) -> Assignment:
+    """The assignment of tokens by whether they are kept (B N, bool), `count` of them in every image."""
+    position = torch.arange(kept.shape[1], device=kept.device)
+    return Assignment(torch.maximum(kept.cumsum(1) - 1, position.clamp_max(protected)), count)
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Where the tokens that stay go.
+    """The kept tokens of a batch whose images keep different numbers, padded to M, the maximum over the batch.
 
-    assignment: B N -> M. To have a place at all, a token that goes is mapped to the last one before it that stays, or
-    to the first unprotected one that stays where there is none before; weights: B N, 1 for tokens that stay, 0 for
-    those that go. kept: B M, the token in each place, any one in padding. present: B M, False in padding; None while
-    no image is padded.
+    Padding has size 0: it receives no attention, and its values are never read. After the last block copies of an
+    image's last token take its place (`fill_padding`).
+
+    index: B M, the kept token in each slot, any one in padding. assignment: B N -> M. weights: B N, 1 for kept tokens,
+    0 for dropped ones. present: B M, False in padding; None while no image is padded.
     """
 
     assignment: Assignment
     weights: Tensor
-    kept: Tensor
+    index: Tensor
     present: Tensor | None
 
     @property
     def sizes(self) -> Tensor | None:
-        """B M, float32: 1 for tokens, 0 for padding; None where there is none."""
+        """B M, float32: 1 for tokens, 0 for padding; None where there is no padding."""
         return None if self.present is None else self.present.float()
 
     def gather(self, x: Tensor) -> Tensor:
-        """What belongs to the tokens that stay, and zeros in padding: B N … -> B M …."""
-        trailing = (1,) * (x.dim() - 2)
-        picked = x.gather(1, self.kept.view(*self.kept.shape, *trailing).expand(-1, -1, *x.shape[2:]))
-        return (
-            picked if self.present is None else picked.masked_fill(~self.present.view(*self.kept.shape, *trailing), 0)
-        )
+        """What belongs to the kept tokens, and zeros in padding: B N … -> B M …."""
+        kept = _gather(x, self.index)
+        if self.present is None:
+            return kept
+        return kept.masked_fill(~self.present.view(*self.index.shape, *(1,) * (x.dim() - 2)), 0)
 
 
 @torch.compiler.disable(reason="how many tokens remain depends on the images: compile without fullgraph=True")
-def pack_ragged(stays: Tensor, *, protected: int) -> Ragged | None:
-    """The packing of tokens by whether they stay (B N, bool, at least one of each image); None where all stay.
+def pack_ragged(kept: Tensor, *, protected: int) -> Ragged | None:
+    """Pack tokens by whether they are kept (B N, bool, at least one per image); None where all are.
 
-    protected: that many leading tokens always stay.
+    protected: that many leading tokens are always kept.
     """
-    tokens = stays.shape[1]
-    counts = stays.sum(dim=1)
-    fewest, most = torch.stack(counts.aminmax()).tolist()
+    tokens = kept.shape[1]
+    counts = kept.sum(dim=1)
+    fewest, most = torch.stack(counts.aminmax()).tolist() if len(counts) else (tokens, tokens)
     if fewest == tokens:
         return None
-    place = torch.arange(tokens, device=stays.device)
-    earliest = torch.where(place < protected, 0, (counts[:, None] - 1).clamp_max(protected))
-    slots = torch.maximum(stays.cumsum(1) - 1, earliest)
-    kept = (~stays).int().argsort(dim=1, stable=True)[:, :most]
-    present = None if fewest == most else place[:most] < counts[:, None]
-    return Ragged(Assignment(slots, most), stays.float(), kept, present)
+    position = torch.arange(tokens, device=kept.device)
+    earliest = torch.where(position < protected, 0, (counts[:, None] - 1).clamp_max(protected))
+    slots = torch.maximum(kept.cumsum(1) - 1, earliest)
+    index = (~kept).int().argsort(dim=1, stable=True)[:, :most]
+    present = None if fewest == most else position[:most] < counts[:, None]
+    return Ragged(Assignment(slots, most), kept.float(), index, present)
 
 
 def fill_padding(x: Tensor, sizes: Tensor | None) -> Tensor:
-    """Tokens (B M C) with the last one of each image in the place of its padding.
+    """Tokens (B M C) with each image's last token in place of its padding.
 
-    A head that takes reduced tokens as they are cannot mind how often a token is there; zeros it might.
+    Duplicates are harmless for a head that takes reduced tokens as they are; zero padding is not.
     """
     if sizes is None:
         return x
     last = (sizes > 0).sum(dim=1, keepdim=True) - 1
-    index = torch.minimum(torch.arange(x.shape[1], device=x.device), last)
-    return x.gather(1, index[..., None].expand_as(x))
+    return _gather(x, torch.minimum(torch.arange(x.shape[1], device=x.device), last))
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x (B N …) by index (B M): B M …."""
+    return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))

@@ -1,21 +1,27 @@
-"""Images from folders, zip files and hubs, their labels, the preprocessing a model asks for, and training batches."""
+"""Images of folders, zip files and the Hugging Face hub: datasets, preprocessing, evaluation and training batches."""
 
-from .dataset import Batch, Batches
-from .feed import Feed, FeedOptions, make_feed
-from .files import ImageFiles, find_images
-from .labels import Labels, find_labels, trained_labels
+from .dataset import ImageDataset, open_dataset
+from .feed import Feed, make_feed
+from .gpu_feed import Progress
+from .loader import Batch, EvalLoader
+from .options import FEED_CHOICES, FEED_LIMITS, FeedOptions, check_feed_option
+from .resources import num_workers
+from .sampler import ResumableSampler
 from .transforms import Preprocessing
 
 __all__ = [
+    "FEED_CHOICES",
+    "FEED_LIMITS",
     "Batch",
-    "Batches",
+    "EvalLoader",
     "Feed",
     "FeedOptions",
-    "ImageFiles",
-    "Labels",
+    "ImageDataset",
     "Preprocessing",
-    "find_images",
-    "find_labels",
+    "Progress",
+    "ResumableSampler",
+    "check_feed_option",
     "make_feed",
-    "trained_labels",
+    "num_workers",
+    "open_dataset",
 ]

@@ -1,151 +1,95 @@
-"""The class index of every image, from the name of the folder it lies in."""
+"""Class numbering: which index a class has, by a table, a known dataset, a model or the order of names."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from timm.data import ImageNetInfo
 from torch import Tensor
 
 from ..errors import MctfError
 from ..models.class_names import IMAGENET_CLASSES, TINY_IMAGENET_CLASSES, class_names
-from .files import ImageFiles
+
+_TABLE_FORMAT = "expected lines of index, folder and name between tabs"
 
 
-@dataclass(frozen=True)
-class Labels:
-    """What is known of the classes.
+def number_classes(names: Iterable[str], *, order: Sequence[str] | None = None) -> dict[str, int]:
+    """`class_to_idx` in the dataset's own order where it has one, else in the order of names."""
+    return {name: index for index, name in enumerate(order or sorted(set(names)))}
 
-    indices: one class index an image, None where they are unknown. notes: what the user should know about them.
+
+def number_for_model(
+    names: Collection[str], *, num_classes: int, table: Path | None = None, order: Sequence[str] | None = None
+) -> tuple[dict[str, int] | None, tuple[str, ...]]:
+    """`class_to_idx` for a model of `num_classes` classes, None where it is undetermined; and notes for the user.
+
+    The first rule that applies: the table; the wnids of ImageNet or Tiny-ImageNet, where the model has as many
+    classes; the dataset's own order or the order of names, where there are as many classes as the model has.
     """
-
-    indices: tuple[int, ...] | None
-    notes: tuple[str, ...] = ()
-
-
-_NO_FOLDERS = Labels(None, ("the images lie in no class folders, so accuracy is unknown",))
-
-
-def find_labels(images: ImageFiles, *, num_classes: int, table: Path | None = None) -> Labels:
-    """Labels for a model of `num_classes` classes.
-
-    table: a TSV file of index, folder name and human name. Without one, folders named by wnids of ImageNet or
-    Tiny-ImageNet have the order of that dataset if the model has as many classes, and as many folders as classes have
-    the order of their names; otherwise nothing is known.
-    """
-    known = None if table is None else read_classes(table, num_classes=num_classes)
-    if num_classes == 0:
-        return Labels(None)
-    if images.folders is None:
-        return _NO_FOLDERS
-    if known is not None:
-        indices = _look_up(images.folders, known, images.path, _not_in(table))
-        return Labels(indices, _coverage(known, num_classes, table))
-    folders = sorted(set(images.folders))
-    order = _dataset_order(num_classes)
-    if order.keys() >= set(folders):
-        return Labels(tuple(order[folder] for folder in images.folders), _dataset_notes(num_classes))
-    if len(folders) == num_classes:
-        order = {folder: index for index, folder in enumerate(folders)}
-        return Labels(tuple(order[folder] for folder in images.folders), ("classes are numbered by folder name",))
-    note = (
-        f"accuracy is unknown: {len(folders)} class folders cannot be told apart among the model's {num_classes} "
-        "classes without a table of them (--classes)"
+    if table is not None:
+        class_to_idx = read_class_table(table, num_classes=num_classes)
+        count = len(set(class_to_idx.values()))
+        notes = () if count == num_classes else (f"{table} describes {count} of the model's {num_classes} classes",)
+        return class_to_idx, notes
+    distinct = set(names)
+    class_to_idx = _wnids(num_classes)
+    if class_to_idx.keys() >= distinct:
+        # other datasets of 200 classes are named by wnids, too
+        tiny = num_classes == TINY_IMAGENET_CLASSES
+        return class_to_idx, ("classes are numbered as in Tiny-ImageNet",) if tiny else ()
+    if order is not None and len(order) == num_classes:
+        return number_classes(names, order=order), ("classes are numbered as in the dataset",)
+    if order is None and len(distinct) == num_classes:
+        return number_classes(names), ("classes are numbered by folder name",)
+    return None, (
+        f"accuracy is unknown: {len(order or distinct)} classes of images do not determine the model's {num_classes} "
+        "classes; give a table of them (--classes)",
     )
-    return Labels(None, (note,))
 
 
-def trained_labels(images: ImageFiles, known: Mapping[str, int]) -> Labels:
-    """Labels for a model that was trained on the classes `known`, an index by name. There may be fewer here."""
-    if images.folders is None:
-        return _NO_FOLDERS
-    return Labels(_look_up(images.folders, known, images.path, "is none of the classes trained on: remove it there"))
+def encode_targets(names: Iterable[str], class_to_idx: Mapping[str, int], *, source: str, cure: str) -> Tensor:
+    """One class index per name, int64; raises MctfError for a class without an index."""
+    targets = []
+    for name in names:
+        if name not in class_to_idx:
+            raise MctfError(f"class {name!r} of {source} {cure}")
+        targets.append(class_to_idx[name])
+    return torch.tensor(targets, dtype=torch.int64)
 
 
-def number_classes(
-    names: Sequence[str], *, place: str, table: Path | None = None, order: Sequence[str] | None = None
-) -> tuple[Tensor, dict[str, int]]:
-    """Labels to train on (int64, one a name) and the index of each class by name; every class has images.
+def read_class_table(path: Path, *, num_classes: int | None = None) -> dict[str, int]:
+    """`class_to_idx` from a TSV file of index, folder and name; raises MctfError where it is malformed.
 
-    names: the class of every image. table: as for `find_labels`. order: all classes by index; without it and
-    without a table, they are numbered by name. Raises MctfError where a class has no images or no index.
+    num_classes: of the model, where a larger index is refused.
     """
-    known = read_classes(table) if table else {name: index for index, name in enumerate(order or sorted(set(names)))}
-    absent = sorted(set(known) - set(names))
-    if absent:
-        raise MctfError(
-            f"{place} holds no images of class {absent[0]!r} ({len(absent)} of {len(known)} classes have none): "
-            f"add them, or remove the class from {table or 'the dataset'}"
-        )
-    indices = _look_up(names, known, place, _not_in(table))
-    unnamed = sorted(set(range(max(known.values()) + 1)) - set(known.values()))
-    if unnamed:
-        raise MctfError(f"{table} gives no folder for class {unnamed[0]}: number the classes from 0 without gaps")
-    return torch.tensor(indices), known
-
-
-def read_classes(path: Path, *, num_classes: int | None = None) -> dict[str, int]:
-    """Class index by folder name, from a TSV file; raises MctfError where it is malformed or of another model."""
     if not path.is_file():
-        raise MctfError(f"there is no class table {path}: expected lines of index, folder and name between tabs")
+        raise MctfError(f"there is no class table {path}: {_TABLE_FORMAT}")
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
-        raise MctfError(f"{path} is no UTF-8 text: expected lines of index, folder and name between tabs") from None
-    known: dict[str, int] = {}
+        raise MctfError(f"{path} is not UTF-8 text: {_TABLE_FORMAT}") from None
+    class_to_idx: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        index, folder = _read_line(line, f"line {number} of {path}")
-        if folder in known:
+        columns = [column.strip() for column in line.split("\t")]
+        if len(columns) < 2 or not columns[0].isdecimal() or not columns[1]:
+            raise MctfError(f"line {number} of {path} is {line[:60]!r}: expected index, folder and name between tabs")
+        index, folder = int(columns[0]), columns[1]
+        if folder in class_to_idx:
             raise MctfError(f"line {number} of {path} names {folder!r} again: give every folder one line")
         if num_classes is not None and index >= num_classes:
             raise MctfError(f"{path} has class {index}, but the model has {num_classes} classes: use the model's table")
-        known[folder] = index
-    if not known:
-        raise MctfError(f"{path} is empty: expected lines of index, folder and name between tabs")
-    return known
+        class_to_idx[folder] = index
+    if not class_to_idx:
+        raise MctfError(f"{path} is empty: {_TABLE_FORMAT}")
+    return class_to_idx
 
 
-def _read_line(line: str, place: str) -> tuple[int, str]:
-    fields = [field.strip() for field in line.split("\t")]
-    if len(fields) < 2 or not fields[0].isdecimal() or not fields[1]:
-        raise MctfError(f"{place} is {line[:60]!r}: expected index, folder and name between tabs")
-    return int(fields[0]), fields[1]
-
-
-def _not_in(table: Path | None) -> str:
-    return f"is not in {table}: add a line for it there"
-
-
-def _look_up(folders: Iterable[str], known: Mapping[str, int], place: object, trouble: str) -> tuple[int, ...]:
-    indices = []
-    for folder in folders:
-        if folder not in known:
-            raise MctfError(f"class folder {folder!r} of {place} {trouble}")
-        indices.append(known[folder])
-    return tuple(indices)
-
-
-def _coverage(known: dict[str, int], num_classes: int, table: Path | None) -> tuple[str, ...]:
-    """A note where the table may be of another model with more or fewer classes."""
-    count = len(set(known.values()))
-    return () if count == num_classes else (f"{table} describes {count} of the model's {num_classes} classes",)
-
-
-def _dataset_order(num_classes: int) -> dict[str, int]:
-    """Class index by wnid of the dataset that is known to have so many classes; empty where none is."""
+def _wnids(num_classes: int) -> dict[str, int]:
+    """Class index by wnid of the dataset with that many classes; empty for other numbers."""
     if num_classes == TINY_IMAGENET_CLASSES:
-        wnids = list(class_names())
-    elif num_classes == IMAGENET_CLASSES:
-        from timm.data import ImageNetInfo
-
-        wnids = ImageNetInfo("imagenet-1k").label_names()
-    else:
-        wnids = []
-    return {wnid: index for index, wnid in enumerate(wnids)}
-
-
-def _dataset_notes(num_classes: int) -> tuple[str, ...]:
-    """Other datasets have 200 classes named by wnids as well, so it is said which one these were taken for."""
-    return ("classes are numbered as in Tiny-ImageNet",) if num_classes == TINY_IMAGENET_CLASSES else ()
+        return number_classes((), order=list(class_names()))
+    if num_classes == IMAGENET_CLASSES:
+        return number_classes((), order=ImageNetInfo("imagenet-1k").label_names())
+    return {}

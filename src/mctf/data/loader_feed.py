@@ -1,121 +1,82 @@
-"""Training images read and augmented one by one, by worker processes where asked.
+"""Training batches by a loader: every image is read and augmented anew in every epoch.
 
 Axes: B images, 3 H W.
 """
 
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ..errors import MctfError
-from .dataset import Examples, Failure, Unreadable
-from .feed import FeedOptions
-from .sampler import Order, drawing_from, seed_of
-from .transforms import Transform, make_transform
+from .dataset import ImageDataset, ReadFailure, SkippedImages
+from .loader import load_batches
+from .options import FeedOptions
+from .resources import num_workers
+from .sampler import ResumableSampler, seed_of, seeded
+from .transforms import Transform, training_transform
 
 
 class LoaderFeed:
-    """A feed that reads every image anew in every epoch."""
+    """A feed by worker processes (see `num_workers`), or by the training process itself."""
 
     def __init__(
-        self, examples: Examples, *, order: Order, options: FeedOptions, device: torch.device, note: str = ""
+        self,
+        dataset: ImageDataset,
+        *,
+        sampler: ResumableSampler,
+        options: FeedOptions,
+        device: torch.device,
+        note: str = "",
     ) -> None:
-        self.classes, self.known = examples.classes, examples.known
-        self.images = len(examples)
+        self.num_classes, self.class_to_idx = dataset.num_classes, dataset.class_to_idx or {}
+        self.num_images = len(dataset)
+        self.workers = num_workers(sampler.steps, device=device, requested=options.workers)
         self.note = note
-        self._examples = examples
-        self._order = order
+        self._dataset = dataset
+        self._sampler = sampler
         self._options = options
         self._device = device
-        self._unreadable = Unreadable()
+        self._skipped = SkippedImages()
 
     @property
     def skipped(self) -> int:
-        return len(self._unreadable)
+        return len(self._skipped)
 
     def steps(self) -> int:
-        return self._order.steps
+        return self._sampler.steps
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        loader = DataLoader(
-            _Samples(self._examples, make_transform(self._options), self._options),
-            batch_sampler=_Steps(self._order, epoch=epoch, start=start),
-            num_workers=self._options.workers,
-            collate_fn=_collate,
-            pin_memory=self._device.type == "cuda",
-            worker_init_fn=leave_signals_to_the_parent,
-            generator=torch.Generator(),  # else the loader draws a seed from the generator that training uses
-        )
-        for batch in loader:
-            if isinstance(batch, MctfError):
-                raise batch
+        samples = _Augmented(self._dataset, training_transform(self._options), self._options, epoch)
+        steps = self._sampler.batches(epoch, start)
+        pinned = self._device.type == "cuda"
+        for batch in load_batches(samples.load, steps, _collate, workers=self.workers, pin_memory=pinned):
             pixels, labels, failures = batch
-            self._unreadable.add(failures)
+            self._skipped.add(failures)
             yield pixels.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True)
 
 
-def leave_signals_to_the_parent(_worker: int) -> None:
-    """Workers outlive a Ctrl-C, which reaches them too, so that training can end in order; they do not inherit
-    what training does on SIGTERM, since that is how a loader ends a worker that hangs.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-_Place = tuple[int, int, int]  # epoch, image, repeat
-
-
-class _Steps(Sampler[list[_Place]]):
-    """Where the samples of every batch come from."""
-
-    def __init__(self, order: Order, *, epoch: int, start: int) -> None:
-        self.order = order
-        self.epoch = epoch
-        self.start = start
-
-    def __len__(self) -> int:
-        return max(0, self.order.steps - self.start)
-
-    def __iter__(self) -> Iterator[list[_Place]]:
-        for batch in self.order.batches(self.epoch, self.start):
-            yield [(self.epoch, image, repeat) for image, repeat in batch]
+_Sample = tuple[Tensor, int, list[ReadFailure]]
 
 
 @dataclass(frozen=True)
-class _Sample:
-    pixels: Tensor
-    label: int
-    failures: tuple[Failure, ...]
+class _Augmented:
+    """The samples of one epoch."""
+
+    dataset: ImageDataset
+    transform: Transform
+    options: FeedOptions
+    epoch: int
+
+    def load(self, entry: tuple[int, int]) -> _Sample:
+        """entry: image index and repeat."""
+        image, index, failures = self.dataset.read_or_next(entry[0], skip=self.options.on_corrupt == "skip")
+        with seeded(seed_of("sample", self.options.seed, self.epoch, *entry)):
+            pixels = self.transform(image)
+        assert self.dataset.targets is not None
+        return pixels, int(self.dataset.targets[index]), failures
 
 
-class _Samples(Dataset[_Sample | MctfError]):
-    """One augmented image, or the error it gave: an error raised in a worker would arrive with its traceback."""
-
-    def __init__(self, examples: Examples, transform: Transform, options: FeedOptions) -> None:
-        self.examples = examples
-        self.transform = transform
-        self.options = options
-
-    def __getitem__(self, place: _Place) -> _Sample | MctfError:
-        epoch, index, repeat = place
-        try:
-            picture, found, failures = self.examples.read(index, skip=self.options.on_corrupt == "skip")
-        except MctfError as error:
-            return error
-        with drawing_from(seed_of("sample", self.options.seed, epoch, index, repeat)):
-            pixels = self.transform(picture)
-        return _Sample(pixels, int(self.examples.labels[found]), tuple(failures))
-
-
-def _collate(samples: Sequence[_Sample | MctfError]) -> tuple[Tensor, Tensor, list[Failure]] | MctfError:
-    whole = []
-    for sample in samples:
-        if isinstance(sample, MctfError):
-            return sample
-        whole.append(sample)
-    failures = [failure for sample in whole for failure in sample.failures]
-    return torch.stack([sample.pixels for sample in whole]), torch.tensor([sample.label for sample in whole]), failures
+def _collate(samples: list[_Sample]) -> tuple[Tensor, Tensor, list[ReadFailure]]:
+    pixels, labels, failures = zip(*samples, strict=True)
+    return torch.stack(pixels), torch.tensor(labels), [failure for each in failures for failure in each]

@@ -1,4 +1,4 @@
-"""Random numbers that follow from where training stands, and from nothing that ran before."""
+"""Resumable shuffling: order and random numbers are pure functions of seed, epoch, step and rank."""
 
 import hashlib
 import random
@@ -12,31 +12,31 @@ from torch import Tensor
 
 from ..errors import MctfError
 
-_BITS = 63  # what a torch generator takes without a sign
-_NUMPY_BITS = 32
+_TORCH_SEED_BITS = 63
+_NUMPY_SEED_BITS = 32
 
 
 def seed_of(*parts: int | str) -> int:
-    """One seed for a list of numbers and words. Lists that differ anywhere have unrelated seeds."""
+    """One seed per list of integers and strings; different lists have unrelated seeds."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % 2**_BITS
+    return int.from_bytes(digest, "little") % 2**_TORCH_SEED_BITS
 
 
 def generator_for(*parts: int | str) -> torch.Generator:
-    """A generator on the CPU for this place, so that every device is given the same numbers."""
+    """A CPU generator with that seed: the numbers do not depend on the device of the model."""
     return torch.Generator().manual_seed(seed_of(*parts))
 
 
 @contextmanager
-def drawing_from(seed: int) -> Iterator[None]:
-    """Seeds the global generators of Python, numpy and torch (CPU), and puts their old states back at the end.
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds the global generators of Python, numpy and torch (CPU), and restores their states at the end.
 
-    timm's and torchvision's transforms draw from all three. CUDA's generators are left alone: seeding them by
-    `torch.manual_seed` would disturb drop-path and dropout on the GPU.
+    timm's and torchvision's transforms draw from all three. CUDA generators keep their state, which
+    `torch.manual_seed` would change: drop path and dropout on the GPU draw from them.
     """
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     random.seed(seed)
-    np.random.seed(seed % 2**_NUMPY_BITS)
+    np.random.seed(seed % 2**_NUMPY_SEED_BITS)
     torch.default_generator.manual_seed(seed)
     try:
         yield
@@ -46,54 +46,49 @@ def drawing_from(seed: int) -> Iterator[None]:
         torch.default_generator.set_state(states[2])
 
 
-# MERGED from mctf.data.sampler:
-# Which images a process sees in which step of an epoch: a pure function, so that resuming needs no state.
-
-
 @dataclass(frozen=True)
-class Order:
-    """The order of `images` images in every epoch, for one process of `world`.
+class ResumableSampler:
+    """The order of the images in every epoch for one rank; it holds no state, so resuming needs none.
 
-    An epoch shuffles the images and lists each `repeated` times in a row. The processes deal that list out like
-    cards, so no two see the same entry, and the repeats of an image go to neighbouring processes of one step (or,
-    with fewer processes than repeats, into one batch). An epoch ends after as many entries as there are images,
-    whole batches of every process only: with repeats it shows fewer images, each more often.
+    An epoch shuffles the images and lists each `repeats` times in a row. Ranks take entries round-robin: no two get
+    the same entry, and the repeats of an image go to neighboring ranks of one step (with fewer ranks than repeats,
+    into one batch). An epoch ends after as many entries as there are images, in whole batches on every rank. With
+    repeats it shows fewer images, each more often.
 
-    batch: images a step of this process. seed: the same in all processes.
+    batch_size: images per step of this rank. seed: the same on every rank.
     """
 
-    images: int
-    batch: int
+    num_images: int
+    batch_size: int
     seed: int = 0
-    repeated: int = 1
+    repeats: int = 1
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world:
-            raise MctfError(
-                f"process {self.rank} of {self.world} cannot be: expected a rank from 0 to {self.world - 1}"
-            )
+        if not 0 <= self.rank < self.world_size:
+            raise MctfError(f"rank {self.rank} is out of range: expected 0 to {self.world_size - 1}")
         if self.steps == 0:
             raise MctfError(
-                f"{self.images} images do not fill one batch of {self.batch} in each of {self.world} processes: "
-                "lower the batch size or give more images"
+                f"{self.num_images} images do not fill one batch of {self.batch_size} in each of {self.world_size} "
+                "processes: lower the batch size or give more images"
             )
 
     @property
     def steps(self) -> int:
-        """Whole batches an epoch, the same number in every process."""
-        return self.images // self.world // self.batch
+        """Whole batches per epoch, the same number on every rank."""
+        return self.num_images // self.world_size // self.batch_size
 
-    def views(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """The image of every entry of this process, and which repeat of it this is; both int64, whole batches."""
-        shuffled = torch.randperm(self.images, generator=generator_for("order", self.seed, epoch))
-        entries = torch.arange(self.rank, self.images * self.repeated, self.world)[: self.steps * self.batch]
-        return shuffled[entries // self.repeated], entries % self.repeated
+    def entries(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """Image index and repeat of every entry of this rank; both int64, whole batches."""
+        shuffled = torch.randperm(self.num_images, generator=generator_for("order", self.seed, epoch))
+        entries = torch.arange(self.rank, self.num_images * self.repeats, self.world_size)
+        entries = entries[: self.steps * self.batch_size]
+        return shuffled[entries // self.repeats], entries % self.repeats
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[list[tuple[int, int]]]:
-        """Image and repeat of every entry, a list a step, from step `start` on."""
-        images, repeats = self.views(epoch)
+        """Image index and repeat of every entry, one list per step, from step `start` on."""
+        images, repeats = self.entries(epoch)
         for step in range(start, self.steps):
-            chosen = slice(step * self.batch, (step + 1) * self.batch)
-            yield list(zip(images[chosen].tolist(), repeats[chosen].tolist(), strict=True))
+            batch = slice(step * self.batch_size, (step + 1) * self.batch_size)
+            yield list(zip(images[batch].tolist(), repeats[batch].tolist(), strict=True))

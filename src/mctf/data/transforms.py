@@ -1,25 +1,31 @@
-"""What a model wants done to an image before it sees it, as timm records it.
+"""Transforms of single images: the preprocessing that a model was trained with, and timm's augmentation.
 
-Axes: images are 3 H W after it, float32.
+Axes: images are 3 H W afterwards, float32, normalized.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
+from timm.data import create_transform, resolve_model_data_config
+from timm.data.auto_augment import RandAugment
+from timm.data.transforms import ResizeKeepRatio, str_to_interp_mode
+from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from .feed import FeedOptions
+from .options import FeedOptions
 
 Transform = Callable[[Image.Image], Tensor]
+
+RANDAUGMENT = "rand-m9-mstd0.5-inc1"
+ERASE_PROBABILITY = 0.25
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Resize so that the crop takes `crop_pct` of the shorter side, crop the middle, normalise.
+    """Resize so that the crop takes `crop_pct` of the shorter side, center-crop, normalize.
 
     image_size: height and width of the crop.
     """
@@ -33,12 +39,10 @@ class Preprocessing:
 
     @classmethod
     def of(cls, model: nn.Module, *, crop_pct: float | None = None) -> "Preprocessing":
-        """The model's own, for the image size it has; with another crop where one is given."""
-        from timm.data import resolve_model_data_config
-
+        """The preprocessing in the model's timm config, for the image size that the model was built for."""
         config = resolve_model_data_config(model)
-        made_for = getattr(getattr(model, "patch_embed", None), "img_size", None)
-        height, width = made_for or config["input_size"][1:]
+        image_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+        height, width = image_size or config["input_size"][1:]
         return cls(
             image_size=(height, width),
             crop_pct=crop_pct or config["crop_pct"],
@@ -49,11 +53,8 @@ class Preprocessing:
         )
 
     def transform(self) -> Transform:
-        """From a PIL image to the model's input. An image that has the size already is not resampled."""
-        from timm.data import create_transform
-        from timm.data.transforms import ResizeKeepRatio, str_to_interp_mode
-
-        made: Any = create_transform(
+        """From a PIL image to the model's input. An image of the right size is not resampled."""
+        transform: Any = create_transform(
             input_size=(3, *self.image_size),
             crop_pct=self.crop_pct,
             crop_mode=self.crop_mode,
@@ -61,65 +62,47 @@ class Preprocessing:
             mean=self.mean,
             std=self.std,
         )
-        for step in made.transforms:
-            if isinstance(step, ResizeKeepRatio):  # timm makes it for oblong crops, always bilinear
+        for step in transform.transforms:
+            if isinstance(step, ResizeKeepRatio):  # for non-square crops timm adds it, always bilinear
                 step.interpolation = str_to_interp_mode(self.interpolation)
-        return made
+        return transform
 
 
-# MERGED from mctf.data.transforms:
-# One image at a time augmented, by timm's transforms.
-#
-# Axes: images are 3 H W after it, float32, normalised.
+def training_transform(options: FeedOptions) -> Transform:
+    """From a PIL image to the model's input, augmented; draws from the global generators of Python, numpy and torch.
 
-RANDAUGMENT = "rand-m9-mstd0.5-inc1"
-ERASING = 0.25  # chance that an image loses a rectangle
-
-
-def make_transform(options: "FeedOptions") -> Transform:
-    """From a PIL image to an input of the model; draws from the global generators of Python, numpy and torch."""
+    Augmentation "none" is the preprocessing of evaluation with crop_pct 1.
+    """
     if options.augmentation == "none":
-        return plain(options).transform()
-    from timm.data.auto_augment import RandAugment
-    from timm.data.transforms_factory import transforms_imagenet_train
-
+        return Preprocessing(
+            image_size=options.image_size,
+            crop_pct=1.0,
+            crop_mode="center",
+            interpolation=options.interpolation,
+            mean=options.mean,
+            std=options.std,
+        ).transform()
     strong = options.augmentation == "strong"
-    made: Any = transforms_imagenet_train(
+    transform: Any = transforms_imagenet_train(
         options.image_size,
         scale=options.crop_scale,
         auto_augment=RANDAUGMENT if strong else None,
-        color_jitter=options.colour_jitter or None,
-        force_color_jitter=True,  # else RandAugment switches it off; `create_transform` has no such option
-        re_prob=ERASING if strong else 0.0,
+        color_jitter=options.color_jitter or None,
+        force_color_jitter=True,  # else RandAugment disables it; `create_transform` lacks this argument
+        re_prob=ERASE_PROBABILITY if strong else 0.0,
         re_mode="pixel",
         interpolation=options.interpolation,
         mean=options.mean,
         std=options.std,
     )
-    for step in made.transforms:
+    for step in transform.transforms:
         if isinstance(step, RandAugment):
-            _keep_one_bit(step.ops)
-    return made
+            for operation in step.ops:
+                if operation.name == "PosterizeIncreasing":
+                    operation.level_fn = partial(_at_least_one_bit, operation.level_fn)
+    return transform
 
 
-def _keep_one_bit(operations: Iterable[Any]) -> None:
-    """timm's posterizing keeps no bit at the highest magnitude, which Pillow 13 refuses."""
-    for operation in operations:
-        if operation.name == "PosterizeIncreasing":
-            operation.level_fn = partial(_at_least_one, operation.level_fn)
-
-
-def _at_least_one(to_bits: Callable[..., tuple[int]], level: float, settings: dict[str, Any]) -> tuple[int]:
+def _at_least_one_bit(to_bits: Callable[..., tuple[int]], level: float, settings: dict[str, Any]) -> tuple[int]:
+    """timm's posterize keeps no bit at the highest magnitude, which Pillow 13 refuses."""
     return (max(1, *to_bits(level, settings)),)
-
-
-def plain(options: "FeedOptions") -> Preprocessing:
-    """What evaluation does, with the whole shorter side in the crop."""
-    return Preprocessing(
-        image_size=options.image_size,
-        crop_pct=1.0,
-        crop_mode="center",
-        interpolation=options.interpolation,
-        mean=options.mean,
-        std=options.std,
-    )

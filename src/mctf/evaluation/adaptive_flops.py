@@ -18,7 +18,6 @@ from ..api import fused_stack
 from ..core.schedule import Reduction
 from ..errors import MctfError
 from ..hosts import Architecture, find_host
-from ..methods.base import Method
 from ..planning import block_costs, whole_cost
 from ..tracing import trace
 
@@ -61,11 +60,10 @@ def measured_cost(model: nn.Module, counts: Tensor, architecture: Architecture) 
     stack = fused_stack(model)
     if stack.dense:
         architecture = replace(architecture, reads_every_token=True)
-    restores_tokens = type(stack.method).restore_tokens is not Method.restore_tokens
     costs = []
     for row in counts.tolist():
         steps = [Reduction(before, before - after, before - after, after) for before, after in pairwise(row)]
-        output_tokens = row[0] if architecture.reads_every_token or restores_tokens else row[-1]
+        output_tokens = row[0] if architecture.reads_every_token or stack.method.restores_tokens else row[-1]
         blocks = block_costs(architecture, stack.method, stack.schedule, steps)
         costs.append(whole_cost(architecture, blocks, output_tokens))
     return MeasuredCost(

@@ -28,7 +28,6 @@ from .match_flops import ReductionSweep, sweep_reductions
 from .significance import Difference
 
 PARAMETER_FREE, LEARNED, CONTROL = "parameter-free", "learned", "control"
-_CONTROLS = ("random", "free_drop")
 _MCTF, _VARIANT = "mctf", "mctf_exact"
 _TOLERANCE = 0.02  # a relative distance from the target cost above this gets a note
 
@@ -142,11 +141,7 @@ def _candidate(
 
 
 def kind_of(method: Method) -> str:
-    """Learned methods have layers or a loss of their own."""
-    if method.name in _CONTROLS:
-        return CONTROL
-    learned = type(method).make_layers is not Method.make_layers or hasattr(method, "extra_loss")
-    return LEARNED if learned else PARAMETER_FREE
+    return CONTROL if method.control else LEARNED if method.learned else PARAMETER_FREE
 
 
 def compare(model: nn.Module, batches: Iterable[Batch], candidates: Sequence[Candidate]) -> Comparison:

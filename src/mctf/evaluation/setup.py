@@ -3,7 +3,6 @@
 Axes: B images, 3 H W.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,14 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import Batches, ImageFiles, Labels, Preprocessing, find_images, find_labels
-from ..data.dataset import share, spaced
+from ..data import EvalLoader, ImageDataset, Preprocessing, open_dataset
 from ..distributed import DistributedContext, init_distributed
 from ..errors import MctfError
 from ..models.loading import load_model
 from .environment import command_line, describe_device, pick_device, versions
-
-_MAX_WORKERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +24,7 @@ class RunOptions:
     """What to evaluate and on which device; the fields are options of the command line."""
 
     model: str
-    data: Path
+    data: str | Path
     weights: Path | None = None
     classes: Path | None = None
     image_size: tuple[int, int] | None = None
@@ -48,15 +44,14 @@ class EvalRun:
 
     options: RunOptions
     model: Any
-    images: ImageFiles
-    labels: Labels
+    dataset: ImageDataset
     preprocessing: Preprocessing
-    batches: Batches
+    batches: EvalLoader
     distributed: DistributedContext
 
     def sample(self, count: int) -> Tensor:
         """`count` images, evenly spaced over those of all ranks, as input of the model: B 3 H W."""
-        chosen, transform = self.images.spaced(count), self.preprocessing.transform()
+        chosen, transform = self.dataset.spaced(count), self.preprocessing.transform()
         weight = next(self.model.parameters())
         pixels = torch.stack([transform(chosen.read(index)) for index in range(len(chosen))])
         return pixels.to(weight.device, weight.dtype)
@@ -71,7 +66,7 @@ class EvalRun:
             "images": images,
             "preprocessing": asdict(self.preprocessing),
             "device": describe_device(self.distributed.device),
-            "processes": self.distributed.world,
+            "processes": self.distributed.world_size,
             "dtype": options.dtype,
             "batch_size": options.batch_size,
             "versions": versions(),
@@ -85,36 +80,23 @@ def open_run(options: RunOptions) -> Iterator[EvalRun]:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)  # untrained layers are the same in every run and on every rank
-    images = find_images(options.data)
+    dataset = open_dataset(options.data)
     with init_distributed(pick_device(options.device_name)) as distributed:
         device = distributed.device
         model: Any = load_model(options.model, weights=options.weights, image_size=options.image_size)
         model = model.to(device, getattr(torch, options.dtype))
-        labels = find_labels(images, num_classes=model.num_classes, table=options.classes)
-        images, labels = spaced(images, labels, options.limit or len(images))
+        dataset = dataset.for_model(model.num_classes, classes=options.classes).spaced(options.limit or len(dataset))
         preprocessing = Preprocessing.of(model, crop_pct=options.crop_pct)
-        batches = Batches(
-            *share(images, labels, distributed),
+        batches = EvalLoader(
+            dataset.shard(distributed.rank, distributed.world_size),
             preprocessing.transform(),
             batch_size=options.batch_size,
-            workers=_num_workers(options.workers, device),
+            workers=options.workers,
+            device=device,
         )
         try:
-            yield EvalRun(options, model, images, labels, preprocessing, batches, distributed)
+            yield EvalRun(options, model, dataset, preprocessing, batches, distributed)
         except torch.OutOfMemoryError:
             raise MctfError(
                 f"{device} has too little memory for batches of {options.batch_size}: lower --batch-size"
             ) from None
-
-
-def _num_workers(requested: int | None, device: torch.device) -> int:
-    """Loader processes of this rank: beside a GPU its share of the cores but one, at most 8.
-
-    On a CPU none: they would compete with the model and spoil its timing.
-    """
-    if requested is not None:
-        return requested
-    if device.type == "cpu":
-        return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MAX_WORKERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) - 1)

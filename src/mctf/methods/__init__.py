@@ -1,13 +1,19 @@
-"""The registry of token-reduction methods: a name, and the class that runs it."""
+"""Token-reduction methods by name. What a method of your own needs is imported from here:
 
+from mctf.methods import BlockContext, BlockOps, BlockOutput, Method, keep_topk, register_method
+"""
+
+import inspect
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields, is_dataclass
 from types import ModuleType
 
+from ..core.assignment import Assignment
+from ..core.selection import keep_topk
 from ..errors import MctfError, did_you_mean
 from .a_vit import AViT
 from .ats import ATS
-from .base import Method
+from .base import BlockContext, BlockOps, BlockOutput, Method
 from .bat import BAT
 from .controls import FreeDrop, RandomDrop
 from .dynamic_vit import DynamicViT
@@ -18,10 +24,42 @@ from .mctf import MCTF, MCTFExact
 from .spvit import SPViT
 from .tome import ToMe
 
-_REGISTRY: dict[str, type[Method]] = {
-    cls.name: cls
-    for cls in (MCTF, MCTFExact, ToMe, EViT, BAT, ATS, AViT, IARED2, DynamicViT, SPViT, EvoViT, RandomDrop, FreeDrop)
-}
+__all__ = [
+    "Assignment",
+    "BlockContext",
+    "BlockOps",
+    "BlockOutput",
+    "Method",
+    "keep_topk",
+    "make_method",
+    "methods",
+    "register_method",
+]
+
+_REGISTRY: dict[str, type[Method]] = {}
+
+
+def register_method(cls: type[Method]) -> type[Method]:
+    """Add a method to the registry under its `name`; usable as a class decorator. The last registration counts.
+
+    A method is a subclass of `Method` with a `name` and a `run`, by custom a frozen dataclass whose fields are its
+    options. `mctf.fuse`, `plan`, `trace`, pictures and every command then take its name.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise MctfError(f"expected a subclass of mctf.methods.Method, got {cls!r}")
+    if not isinstance(getattr(cls, "name", None), str) or not cls.name.isidentifier():
+        raise MctfError(f"{cls.__name__}.name must be a word such as 'my_method', not {getattr(cls, 'name', None)!r}")
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise MctfError(f"{cls.__name__} lacks {missing}: a method needs at least `run`")
+    if not is_dataclass(cls) or "__dataclass_fields__" not in vars(cls):
+        cls = dataclass(frozen=True)(cls)
+    _REGISTRY[cls.name] = cls
+    return cls
+
+
+for _cls in (MCTF, MCTFExact, ToMe, EViT, BAT, ATS, AViT, IARED2, DynamicViT, SPViT, EvoViT, RandomDrop, FreeDrop):
+    register_method(_cls)
 
 
 def methods() -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""What a method is: it runs one block its own way and says which tokens became one."""
+"""The interface between methods and hosts: what a block can do (`BlockOps`) and what a method does with it (`Method`).
+
+Axes: B images, H heads, N tokens entering a block, M tokens after it, C channels, d channels per head.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -10,15 +13,16 @@ from torch import Tensor, nn
 from ..core.assignment import Assignment
 from ..core.attention import ReceivedAttention
 from ..core.flops import BlockShape, Cost
-from ..core.schedule import Amount, ReductionSpec, capped_reduction, requested_tokens
+from ..core.schedule import Amount, ReductionSpec, requested_tokens
 from ..errors import MctfError
 
 
 class BlockOps(Protocol):
-    """What a host's block can do, piece by piece: the waist between methods and hosts.
+    """The pieces of one host block: the waist between methods and hosts.
 
     Each piece calls the host's own modules, so LayerScale, q/k norm, drop-path and the like come along. A BlockOps
-    also knows where the tokens of this call are, if the block cares: rotary tables, relative position biases.
+    also holds the positions of the tokens of this call where the block needs them: rotary tables, relative position
+    biases. Once tokens change, the pieces of `fused(assignment, weights)` are the ones to call.
     Shapes: x and h are B N C; q, k and v are B H N d; flat values and contexts are B N (H d); sizes are B N or None.
     """
 
@@ -26,14 +30,16 @@ class BlockOps(Protocol):
         """The host's block as it is."""
 
     def norm1(self, x: Tensor) -> Tensor:
-        """What attention reads."""
+        """The input of the attention branch."""
 
-    def queries_keys(self, h: Tensor) -> tuple[Tensor, Tensor]: ...
+    def queries_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k with heads split."""
+
     def values(self, h: Tensor) -> Tensor:
         """Flat values, B N (H d)."""
 
     def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All three with heads split, from one product."""
+        """q, k and v with heads split, from one product."""
 
     def split_heads(self, flat: Tensor) -> Tensor:
         """B N (H d) -> B H N d."""
@@ -48,15 +54,16 @@ class BlockOps(Protocol):
         unpool: Assignment | None = None,
         received: ReceivedAttention | None = None,
     ) -> Tensor:
-        """The flat context; a key of size s counts s times. With `unpool`, v has one row per slot.
+        """The flat context; a key of size s counts s times.
 
-        received: what `attention_received` returned for the same q, k and sizes, which may save work.
+        unpool: v has one row per slot, and each key takes the value of its slot.
+        received: the result of `attention_received` for the same q, k and sizes, which may save work.
         """
 
     def attention_received(
         self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str, keep: bool = False
     ) -> ReceivedAttention:
-        """Attention each token receives from all tokens ("mean"), the "class" token, or "both".
+        """Attention each token receives from all tokens ("mean"), the "class" token, or the mean of "both".
 
         keep: whether `attend` will be called with this result.
         """
@@ -64,15 +71,15 @@ class BlockOps(Protocol):
     def attend_with_received(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str
     ) -> tuple[Tensor, Tensor]:
-        """`attend`, and what `attention_received` calls received, B G N."""
+        """`attend` and `attention_received` in one pass: the context, and partial sums of received attention, B G N."""
 
     def attention_map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:
-        """The attention itself, B H N N, for the few methods that cannot do without."""
+        """The attention map itself, B H N N, for the few methods that need all of it."""
 
     def finish_context(self, context: Tensor, h: Tensor) -> Tensor:
-        """What the block does to the flat context before its output projection: a norm, or a gate from h.
+        """What the block does to the flat context before its output projection: a norm, or a gate computed from h.
 
-        h is what attention read for these tokens. Most blocks do nothing here.
+        h is the attention input of the same tokens. Most blocks do nothing here.
         """
 
     def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
@@ -82,16 +89,20 @@ class BlockOps(Protocol):
         """x plus the MLP branch with its norm, LayerScale and drop-path."""
 
     def fused(self, assignment: Assignment, weights: Tensor) -> "BlockOps":
-        """The same block for tokens fused by these pooling weights (B N): positions follow the tokens."""
+        """The pieces for tokens pooled with these weights (B N): positions and biases follow the tokens.
+
+        To be called before any other piece reads the new tokens. A plain ViT has no positions inside its blocks and
+        hides a forgotten call; EVA, BEiT and DINOv3 do not.
+        """
 
 
 def run_unfused(block: BlockOps, x: Tensor, sizes: Tensor | None) -> Tensor:
-    """A block on the tokens as they are, its attention proportional to `sizes` (B N) where they are given."""
+    """A block without reduction, its attention proportional to `sizes` (B N) where they are given."""
     return block.plain(x) if sizes is None else run_pieces(block, x, sizes)
 
 
 def run_pieces(block: BlockOps, x: Tensor, sizes: Tensor | None) -> Tensor:
-    """`run_unfused` by the pieces of the block: a block itself may take its tokens for places."""
+    """`run_unfused` composed of the block's pieces: the host's own forward may assume one token per position."""
     h = block.norm1(x)
     q, k, v = block.queries_keys_values(h)
     context = block.attend(q, k, v, sizes=sizes)
@@ -100,13 +111,13 @@ def run_pieces(block: BlockOps, x: Tensor, sizes: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockContext:
-    """What a method knows beside the tokens when a block's turn comes.
+    """Per-block context passed to `Method.run`.
 
-    index: of the block, of `depth`. r: tokens that are to leave. protected: leading tokens that stay in place.
-    method_state: what the method handed on from the block before, None at first. layers: its own layers for this block, if
-    it has learned any. training: whether learned methods are to behave as in training. next_reduces: whether tokens
-    are to leave the block after this one too. amount: what the schedule says of the block, for methods that count the
-    tokens of each image by itself.
+    r: number of tokens to remove. protected: number of leading tokens that stay in place.
+    index: the block's number, of `depth`. amount: the schedule's entry for the block, for methods that count tokens per
+    image. next_reduces: whether the next block reduces too.
+    method_state: the method's own state from the block before, None at first.
+    layers: the method's learned layers for this block. training: whether learned methods behave as in training.
     """
 
     r: int
@@ -122,13 +133,13 @@ class BlockContext:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """What one block did to the tokens.
+    """What one block returns.
 
-    x: B M C. sizes: B M, float32, how many input tokens each token stands for; None while all are 1. A token of size 0
-    is padding: it stands for nothing and nobody attends to it.
-    assignment: B N -> M, None when nothing was fused; weights: B N, how much each token counted in its slot: 0 for
-    one that was dropped, above 0 for one that was fused.
-    informativeness: B N, where the method knows it. method_state: handed to the method in the next block.
+    x: B M C. sizes: B M, float32, number of input tokens per token; None while all are 1. A token of size 0 is
+    padding: it stands for nothing and receives no attention.
+    assignment: B N -> M, None where no token was merged or dropped. weights: B N, each token's weight in its slot: 0 if
+    it was dropped, above 0 if it was kept or merged. An assignment needs weights: positions and traces read them.
+    informativeness: B N, where the method computes it. method_state: passed to the method in the next block.
     """
 
     x: Tensor
@@ -138,80 +149,87 @@ class BlockOutput:
     informativeness: Tensor | None = None
     method_state: Any = None
 
-
-def check_class_token(method: str, class_token: bool) -> None:
-    """Raise MctfError for a method that needs a class token where there is none."""
-    if not class_token:
-        raise MctfError(
-            f"method {method!r} ranks tokens by the attention of the class token, which this model's blocks "
-            "have not: use 'mctf' or 'tome'"
-        )
-
-
-def check_bool(**switches: object) -> None:
-    """Raise MctfError unless each of these options is True or False: "no" would mean yes."""
-    for option, value in switches.items():
-        if not isinstance(value, bool):
-            raise MctfError(f"{option}={value!r} must be True or False")
+    def __post_init__(self) -> None:
+        if (self.assignment is None) != (self.weights is None):
+            missing = "weights" if self.weights is None else "an assignment"
+            raise MctfError(
+                f"a block's output lacks {missing}: give both, weight 0 for dropped tokens and above 0 for the others"
+            )
 
 
 class Method(ABC):
-    """A way to reduce tokens. Implementations are frozen dataclasses whose fields are the method's options.
+    """A token-reduction method: a frozen dataclass whose fields are its options. Only `run` is required.
 
-    min_tokens: how many always remain. default_r: what leaves a block when the user does not say.
-    adaptive: whether each image decides for itself how many tokens remain, so that a plan cannot know.
-    masks_in_training: whether tokens that leave stay behind a mask while training, so that a block's r is that of the
-    plan and does not follow from the tokens that are there.
-
-    A method that is learned may have a method `extra_loss`, see `ExtraLoss` in `mctf.train.objective`, and
-    `learns_from_original`: whether that loss asks what the model said before training.
+    name, summary: for users and the registry. default_r: the reduction where the user gives none.
+    min_tokens: tokens that always remain.
+    drops: tokens are dropped, not merged, so a block may take more than half of them; bipartite matching cannot.
+    learned: it has layers or a loss of its own and needs training (`extra_loss`: see `mctf.train.objective.ExtraLoss`).
+    learns_from_original: its loss reads the outputs of the frozen original model.
+    adaptive: each image decides how many tokens remain, so that a plan gives an upper bound (see `Adaptive`).
+    restores_tokens: `restore_tokens` returns one token per input token after the last block.
+    masks_in_training: in training, dropped tokens stay behind a mask; a block's r is then that of the plan.
+    control: a reference to compare with (random drop, free drop), not a method to use.
     """
 
     name: ClassVar[str]
-    summary: ClassVar[str]
-    min_tokens: ClassVar[int] = 0
+    summary: ClassVar[str] = ""
     default_r: ClassVar[ReductionSpec] = 16
-    adaptive: ClassVar[bool] = False
-    masks_in_training: ClassVar[bool] = False
+    min_tokens: ClassVar[int] = 0
+    drops: ClassVar[bool] = False
+    learned: ClassVar[bool] = False
     learns_from_original: ClassVar[bool] = False
+    adaptive: ClassVar[bool] = False
+    restores_tokens: ClassVar[bool] = False
+    masks_in_training: ClassVar[bool] = False
+    control: ClassVar[bool] = False
+
+    @abstractmethod
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        """One block on x (B N C), which removes ctx.r tokens."""
 
     def resolve(self, *, class_token: bool) -> Self:
         """This method for a model with or without a class token; raises MctfError where it cannot work."""
         return self
 
-    @abstractmethod
     def default_blocks(self, depth: int) -> Iterable[int]:
-        """The blocks that fuse when the user names none."""
-
-    @abstractmethod
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
-        """One block on x (B N C), after which ctx.r tokens fewer remain."""
-
-    @abstractmethod
-    def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
-        """Multiply-adds of `run`."""
+        """The blocks that reduce tokens where the user names none: all but the first."""
+        return range(1, depth)
 
     def num_requested(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
-        """How many tokens are to leave by what the user wrote, before `leaving` caps it where too few would remain."""
+        """Number of tokens to remove by the schedule, before `num_reduced` caps it.
+
+        amount: the schedule's entry. initial: tokens entering the first block. stage: reducing blocks before this one.
+        """
         return requested_tokens(amount, tokens - protected)
 
     def num_reduced(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
-        """How many of `tokens` leave a block whose schedule says `amount`.
-
-        initial: tokens entering the first block. stage: how many blocks before this one reduce.
-        """
-        return capped_reduction(amount, tokens, protected=protected, min_tokens=self.min_tokens)
+        """Number of tokens that a block with `tokens` tokens removes."""
+        requested = self.num_requested(amount, tokens, protected=protected, initial=initial, stage=stage)
+        most = tokens - max(self.min_tokens, protected + 1) if self.drops else (tokens - protected) // 2
+        return max(0, min(requested, tokens - self.min_tokens, most))
 
     def num_remaining(self, tokens: int, r: int) -> int:
-        """Tokens after a block that r leave; more where they come back."""
+        """Tokens after a block that removes r; more where a method adds or restores tokens."""
         return tokens - r
 
+    def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
+        """Multiply-adds of `run`: counted on the meta device, and by the formula of the method's paper."""
+        from ._counting import count_macs
+
+        run = count_macs(self, shape, tokens, r, protected)
+        paper = self.paper_macs(shape, tokens, r, protected=protected)
+        return Cost(paper=run if paper is None else paper, run=run)
+
+    def paper_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int | None:
+        """Multiply-adds by the published formula; None where that is what runs."""
+        return None
+
     def make_layers(self, shapes: Sequence[BlockShape], schedule: Sequence[Amount]) -> nn.ModuleDict | None:
-        """Layers of its own for a model with such blocks, by block number; None where nothing is learned."""
+        """Learned layers for a model with such blocks, by block number; None where the method has none."""
         return None
 
     def layers_of(self, ctx: BlockContext) -> nn.Module:
-        """Its own layers for this block; raises MctfError where there are none."""
+        """The learned layers of this block; raises MctfError where there are none."""
         if ctx.layers is None:
             raise MctfError(
                 f"{self.name} has no layers for block {ctx.index}: unfuse the model, and fuse it with this r from the "
@@ -220,21 +238,17 @@ class Method(ABC):
         return ctx.layers
 
     def restore_tokens(self, x: Tensor, method_state: Any) -> Tensor | None:
-        """Tokens to leave the last block in the place of x, one per input token; None to leave x as it is."""
+        """One token per input token in place of the last block's output x; None to leave x as it is."""
         return None
 
 
-# MERGED from mctf.methods.base:
-# Methods under which each image decides for itself how many tokens remain.
-#
-# A plan cannot know what images will decide, so it gives the most that can remain; `analysis.measured` counts what
-# remains of real images. Batches are padded to the fullest image (`core.packing`), so a batch is as fast as its fullest
-# image, and one image alone is never padded. The shapes depend on the data: `torch.compile` breaks its graph at every
-# block that decides, and fullgraph=True is refused.
-
-
 class Adaptive(Method):
-    """A method whose blocks decide, image by image, how many tokens go on; r says at which blocks, by not being 0."""
+    """A method whose blocks decide per image how many tokens remain; r other than 0 names the blocks that decide.
+
+    A plan gives the upper bound; `mctf.evaluation.adaptive_flops` counts what remains of real images. Batches are
+    padded to the image with most tokens (`core.selection.pack_ragged`), so one image alone is never padded. Shapes
+    depend on the data: torch.compile breaks its graph at every block that decides, and fullgraph=True is refused.
+    """
 
     default_r: ClassVar[ReductionSpec] = 1
     adaptive: ClassVar[bool] = True
@@ -243,12 +257,12 @@ class Adaptive(Method):
         return 0
 
     def num_reduced(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
-        """None, as none is bound to leave."""
+        """0: no token is certain to be removed."""
         return 0
 
     @abstractmethod
     def cost_of(self, shape: BlockShape, tokens: int, remaining: int, *, protected: int) -> Cost:
-        """Multiply-adds of a block that decides, of whose tokens these remain."""
+        """Multiply-adds of a deciding block after which `remaining` of its tokens are left."""
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         if r == 0:
@@ -257,5 +271,42 @@ class Adaptive(Method):
 
 
 def present(x: Tensor, sizes: Tensor | None) -> Tensor:
-    """Which of the tokens x (B N C) are there and no padding: B N, bool."""
+    """Which of the tokens x (B N C) are not padding: B N, bool."""
     return x.new_ones(x.shape[:2]).bool() if sizes is None else sizes > 0
+
+
+def check_class_token(method: str, class_token: bool) -> None:
+    """Raise MctfError for a method that needs a class token on a model without one."""
+    if not class_token:
+        raise MctfError(
+            f"method {method!r} ranks tokens by the attention of the class token, which this model's blocks "
+            "do not have: use 'mctf' or 'tome'"
+        )
+
+
+def check_bool(**options: object) -> None:
+    """Raise MctfError unless each option is True or False; the text "no" would count as true."""
+    for option, value in options.items():
+        if not isinstance(value, bool):
+            raise MctfError(f"{option}={value!r} must be True or False")
+
+
+def check_number(most: float = float("inf"), hint: str = "", **options: object) -> None:
+    """Raise MctfError unless each option is a finite number from 0 to `most`."""
+    for option, value in options.items():
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 <= value <= most
+            or value - value != 0
+        ):
+            limit = "0 or above" if most == float("inf") else f"from 0 to {most:g}"
+            raise MctfError(f"{option}={value!r} must be a finite number, {limit}{hint}")
+
+
+def check_whole(least: int = 0, *, optional: bool = False, **options: object) -> None:
+    """Raise MctfError unless each option is a whole number from `least` on, or None where it is optional."""
+    for option, value in options.items():
+        whole = isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**32
+        if not whole and not (optional and value is None):
+            raise MctfError(f"{option}={value!r} must be a whole number from {least} on" + " or None" * optional)

@@ -1,11 +1,11 @@
 """DynamicViT: a predictor before a few blocks learns which patches to drop.
 
 Rao et al., "DynamicViT: Efficient Vision Transformers with Dynamic Token Sparsification", NeurIPS 2021. Before blocks
-3, 6 and 9 of twelve the predictor reads every patch and the mean of those that are left; of n patches at the start
-int(n rho^s) go on after the s-th time, rho = 1 - r. How it learns is in `selecting`.
+3, 6 and 9 of twelve the predictor reads every patch and the mean of the remaining ones; of n patches at the start
+int(n rho^s) remain after stage s, rho = 1 - r. Training is described in `_predictor`.
 
-Choices where the paper is silent: registers stay like the class token; a model that reads every token is given, for a
-patch that was dropped, the one before it that was not, in training as in inference.
+Choices where the paper is silent: registers are kept like the class token; a head that reads every token gets, for a
+dropped patch, the kept one before it, in training as in inference.
 
 Axes: B images, N tokens, n of them patches, M kept, C channels.
 """
@@ -16,16 +16,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..core.flops import NORM, BlockShape, Cost
-from ..core.matching import at_least_float32
+from ..core.attention import at_least_float32
+from ..core.flops import BlockShape
 from ..core.selection import keep_topk
-from ._predictor import Decisions, Selecting, decide, ones_for, run_masked, seen_mean
+from ._predictor import Decisions, PredictorMethod, decide, masked_mean, ones_for, run_masked
 from .base import BlockContext, BlockOps, BlockOutput
 
 
 @dataclass(frozen=True)
-class DynamicViT(Selecting):
-    """r = 0.3, the default, keeps 0.7 of the patches, then 0.7^2, then 0.7^3; options as in `Selecting`."""
+class DynamicViT(PredictorMethod):
+    """r = 0.3, the default, keeps 0.7 of the patches, then 0.7^2, then 0.7^3; options as in `PredictorMethod`."""
 
     name: ClassVar[str] = "dynamic_vit"
     summary: ClassVar[str] = "DynamicViT (NeurIPS 2021), learned: a predictor drops patches before three blocks"
@@ -56,30 +56,22 @@ class DynamicViT(Selecting):
             decisions = decisions.updated(decide(log_probabilities), ctx.r)
         if decisions is None:
             return BlockOutput(block.plain(x), None)
-        return BlockOutput(run_masked(block, x, decisions.seen()), None, method_state=decisions)
+        return BlockOutput(run_masked(block, x, decisions.mask()), None, method_state=decisions)
 
     def restore_tokens(self, x: Tensor, method_state: Any) -> Tensor | None:
-        """In training, what inference gives to whoever reads every token."""
-        return None if method_state is None else torch.take_along_dim(x, _shown(method_state)[..., None], dim=1)
-
-    def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
-        cost = shape.plain(tokens - r)
-        if r:
-            cost += (tokens - protected) * Predictor.cost(shape.channels)
-        return Cost(paper=cost, run=cost)
-
-
-def _shown(decisions: Decisions) -> Tensor:
-    """The place of the token that stands for each token in the end, B N: itself, or the one kept before it."""
-    stays, protected = decisions.seen().detach() > 0, decisions.protected
-    places = torch.arange(stays.shape[1], device=stays.device)
-    before = torch.where(stays, places, -1).cummax(dim=1).values
-    first = protected + stays[:, protected:].int().argmax(dim=1, keepdim=True)
-    return torch.where((places >= protected) & (before < protected), first, before)
+        """In training, what inference returns: each dropped patch takes the kept token before it."""
+        if method_state is None:
+            return None
+        kept, protected = method_state.mask().detach() > 0, method_state.protected
+        position = torch.arange(kept.shape[1], device=kept.device)
+        before = torch.where(kept, position, -1).cummax(dim=1).values
+        first = protected + kept[:, protected:].int().argmax(dim=1, keepdim=True)
+        source = torch.where((position >= protected) & (before < protected), first, before)
+        return torch.take_along_dim(x, source[..., None], dim=1)
 
 
 class Predictor(nn.Module):
-    """How likely each patch is to be kept: half of the channels its own, half the mean over the patches left."""
+    """Keep probability of each patch: half of the channels its own, half the mean over the remaining patches."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -89,14 +81,8 @@ class Predictor(nn.Module):
             nn.Linear(channels, half), nn.GELU(), nn.Linear(half, quarter), nn.GELU(), nn.Linear(quarter, 2)
         )
 
-    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Log-probabilities of keeping and dropping, B n 2, from patches (B n C) of which these are left (B n)."""
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Log-probabilities of keeping and dropping, B n 2, from patches B n C and the mask of remaining ones, B n."""
         own, common = self.read(x).tensor_split([x.shape[-1] // 2], dim=-1)
-        both = torch.cat([own, seen_mean(common, seen).expand(-1, x.shape[1], -1)], dim=-1)
+        both = torch.cat([own, masked_mean(common, mask).expand(-1, x.shape[1], -1)], dim=-1)
         return at_least_float32(self.score(both)).log_softmax(dim=-1)
-
-    @staticmethod
-    def cost(channels: int) -> int:
-        """Multiply-adds for one patch."""
-        half, quarter = channels // 2, channels // 4
-        return NORM * channels + channels**2 + channels * half + half * quarter + quarter * 2

@@ -5,26 +5,26 @@ three groups; before the first block of each (0, 4, 8 of twelve) the interpreter
 
     p_i = mean over heads of sigmoid(q_class . k_i / sqrt(d)),    q and k linear in LayerNorm(x), which has no weights
 
-In inference the tokens with p_i > 0.5 stay; in training they are drawn, u_i. What goes never comes back. The
-interpreters learn by REINFORCE with a self-critical baseline, the reward of what inference would do:
+Inference keeps the tokens with p_i > 0.5; training samples decisions u_i. A dropped token stays dropped. The
+interpreters learn by REINFORCE with a self-critical baseline, the reward of the decisions of inference:
 
     loss = -(reward(u) - reward(p > 0.5)) * log P(u)
-    reward = 1 - (keep + |kept - keep|)^2 if the answer is right, else -penalty
+    reward = 1 - (keep + |kept - keep|)^2 if the prediction is right, else -penalty
 
 Choices where the public facts end:
 - kept is the share of patches over all blocks. Above the target `keep` the reward is BlockDrop's, 1 - kept^2; below, it
-  falls again: without a target, or with nothing to gain below it, too much is dropped once all p are near 0.5.
-- They are drawn with sharper chances than p, four times its logits: while many p are near 0.5, drawing by p itself
-  drops half of what inference keeps. What still differs between the two in the mean over a batch is added to the share
-  that was drawn, so that it is inference which ends at the target.
-- log P(u) is a mean over patches, summed over groups; the weights that the released file has for groups are not used.
+  falls again: without a target too much is dropped once all p are near 0.5.
+- Decisions are sampled from sharper probabilities than p, four times its logits: while many p are near 0.5, sampling
+  from p itself drops half of what inference keeps. The remaining difference between the two, in the mean over a batch,
+  is added to the sampled share, so that inference ends at the target.
+- log P(u) is a mean over patches, summed over groups; the released file's weights per group are not used.
 - Interpreters and blocks learn at the same time, the blocks by cross-entropy alone: interpreters read tokens without
   gradient. The authors' curriculum over the groups is the option `group`.
-- Interpreters have no value projection, which nothing reads. Their biases start where every p is near sigmoid(0.5) =
-  0.62 and drawn with a chance of 0.88, so that inference starts as the plain model.
-- Tokens that go really leave, in training as in inference.
+- Interpreters have no value projection, which would be unused. Their biases start where every p is near sigmoid(0.5) =
+  0.62, sampled with probability 0.88, so that inference starts as the unfused model.
+- Dropped tokens are removed, in training as in inference.
 
-Axes: B images, N tokens, n patches that entered, C channels, H heads, d channels a head.
+Axes: B images, N tokens, n patches that entered, C channels, H heads, d channels per head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,12 +36,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.attention import at_least_float32
 from ..core.flops import NORM, BlockShape, Cost
-from ..core.matching import at_least_float32
 from ..core.schedule import Amount
 from ..core.selection import pack_ragged
-from ..errors import MctfError
-from .base import Adaptive, BlockContext, BlockOps, BlockOutput, check_class_token, present, run_unfused
+from .base import (
+    Adaptive,
+    BlockContext,
+    BlockOps,
+    BlockOutput,
+    check_class_token,
+    check_number,
+    check_whole,
+    present,
+    run_unfused,
+)
 
 _START = 0.5  # logits of the keep probabilities of fresh interpreters
 _SURE = (1e-6, 1 - 1e-6)  # probabilities beyond have no finite logit in float32
@@ -50,9 +59,9 @@ _SHARPNESS = 4.0  # of the chances in training, as a factor of their logits
 
 @dataclass(frozen=True)
 class Decision:
-    """What one interpreter decided. kept: B, the share that stays of all patches that entered the model.
+    """The decision of one interpreter. kept: B, the share kept of all input patches.
 
-    log_probability: B, of what was drawn, as a mean over those patches; 0 in inference.
+    log_probability: B, of the sampled decisions, as a mean over those patches; 0 in inference.
     """
 
     block: int
@@ -62,30 +71,30 @@ class Decision:
 
 @dataclass(frozen=True)
 class Policy:
-    """All decisions so far of a model with so many blocks, for images of so many patches."""
+    """All decisions so far, of a model of `depth` blocks on images of so many patches."""
 
     patches: int
     depth: int
     decisions: tuple[Decision, ...] = ()
 
     def kept(self) -> Tensor:
-        """The share of patches that blocks run on, in the mean over all blocks: B."""
+        """The share of patches that blocks run on, averaged over all blocks: B."""
         ends = [decision.block for decision in self.decisions[1:]] + [self.depth]
         shares = [decision.kept * (end - decision.block) for decision, end in zip(self.decisions, ends, strict=True)]
         return (torch.stack(shares).sum(dim=0) + self.decisions[0].block) / self.depth
 
     def log_probability(self) -> Tensor:
-        """Of all that was drawn: B."""
+        """Of all sampled decisions: B."""
         return torch.stack([decision.log_probability for decision in self.decisions]).sum(dim=0)
 
 
 @dataclass(frozen=True)
 class IARED2(Adaptive):
-    """r other than 0 says that a block has an interpreter; how many tokens leave is for it to decide.
+    """r other than 0 gives a block an interpreter, which decides how many tokens it drops.
 
-    keep: the share of patches that is to be kept, 0 for as few as possible. penalty: what a wrong answer costs.
-    weight: of the loss. group: None, or the one group (1, 2, 3) that learns: those before it decide as in inference,
-        those after it keep every token.
+    keep: the target share of kept patches, 0 for as few as possible. penalty: the cost of a wrong prediction.
+    weight: of the loss. group: None, or the one group (1, 2, 3) that learns: earlier ones decide as in inference, later
+        ones keep every token.
     """
 
     keep: float = 0.7
@@ -95,15 +104,13 @@ class IARED2(Adaptive):
 
     name: ClassVar[str] = "ia_red2"
     summary: ClassVar[str] = "IA-RED2 (NeurIPS 2021), learned: interpreters drop tokens before three blocks, by reward"
+    drops: ClassVar[bool] = True
+    learned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for option, most in (("keep", 1), ("penalty", float("inf")), ("weight", float("inf"))):
-            value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
-                raise MctfError(f"{option}={value!r} must be a number from 0 to {most}")
-        whole = isinstance(self.group, int) and not isinstance(self.group, bool) and self.group >= 1
-        if self.group is not None and not whole:
-            raise MctfError(f"group={self.group!r} must be the number of a group, counted from 1, or None for all")
+        check_number(1, keep=self.keep)
+        check_number(penalty=self.penalty, weight=self.weight)
+        check_whole(1, optional=True, group=self.group)
 
     def resolve(self, *, class_token: bool) -> Self:
         check_class_token(self.name, class_token)
@@ -121,31 +128,31 @@ class IARED2(Adaptive):
         if not ctx.amount:
             return BlockOutput(run_unfused(block, x, sizes), sizes, method_state=ctx.method_state)
         policy: Policy = ctx.method_state or Policy(x.shape[1] - ctx.protected, ctx.depth)
-        stays, decision = self._decide(x, present(x, sizes), policy, ctx)
+        kept, decision = self._decide(x, present(x, sizes), policy, ctx)
         policy = replace(policy, decisions=(*policy.decisions, decision))
-        packing = pack_ragged(stays, protected=ctx.protected)
-        if packing is None:
+        ragged = pack_ragged(kept, protected=ctx.protected)
+        if ragged is None:
             return BlockOutput(run_unfused(block, x, sizes), sizes, method_state=policy)
-        block = block.fused(packing.assignment, packing.weights)
-        x = run_unfused(block, packing.gather(x), packing.sizes)
-        return BlockOutput(x, packing.sizes, packing.assignment, packing.weights, method_state=policy)
+        block = block.fused(ragged.assignment, ragged.weights)
+        x = run_unfused(block, ragged.gather(x), ragged.sizes)
+        return BlockOutput(x, ragged.sizes, ragged.assignment, ragged.weights, method_state=policy)
 
-    def _decide(self, x: Tensor, there: Tensor, policy: Policy, ctx: BlockContext) -> tuple[Tensor, Decision]:
-        """Which of the tokens that are there (B N) stay, B N, bool; and what is to be remembered of it."""
+    def _decide(self, x: Tensor, present: Tensor, policy: Policy, ctx: BlockContext) -> tuple[Tensor, Decision]:
+        """Which of the tokens that are not padding (B N) are kept, B N, bool; and the decision's record."""
         probability = self.layers_of(ctx)(x.detach())
         group = len(policy.decisions) + 1
         learns = ctx.training and self.group in (None, group)
         chance = _SHARPNESS * probability.clamp(*_SURE).logit()
-        stays = chance.detach().sigmoid().bernoulli().bool() if learns else probability > 0.5
+        kept = chance.detach().sigmoid().bernoulli().bool() if learns else probability > 0.5
         if self.group is not None and group > self.group:
-            stays = torch.ones_like(stays)
-        patches = there & (torch.arange(x.shape[1], device=x.device) >= ctx.protected)
+            kept = torch.ones_like(kept)
+        patches = present & (torch.arange(x.shape[1], device=x.device) >= ctx.protected)
         log_probability = probability.new_zeros(len(x))
-        if ctx.training:  # those that do not learn are in it too: every parameter is to have a gradient, if 0
-            chosen = F.logsigmoid(torch.where(stays, chance, -chance))
+        if ctx.training:  # groups that do not learn take part with weight 0: every parameter needs a gradient
+            chosen = F.logsigmoid(torch.where(kept, chance, -chance))
             log_probability = learns * (chosen * patches).sum(dim=1) / policy.patches
-        kept = (stays & patches).sum(dim=1) / policy.patches
-        return (stays & there) | (there & ~patches), Decision(ctx.index, kept, log_probability)
+        share = (kept & patches).sum(dim=1) / policy.patches
+        return (kept & present) | (present & ~patches), Decision(ctx.index, share, log_probability)
 
     def extra_loss(self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Any]) -> Tensor:
         """The loss beside the cross-entropy; see `ExtraLoss` in `mctf.train.objective`."""
@@ -165,7 +172,7 @@ class IARED2(Adaptive):
 
     @torch.no_grad()
     def reward(self, logits: Tensor, kept: Tensor, labels: Tensor) -> Tensor:
-        """Of answers (B K) given at the cost of so many patches (B): B."""
+        """The reward of predictions (B K) at this share of kept patches (B): B."""
         gain = 1 - (self.keep + (kept - self.keep).abs()).square()
         return gain.where(logits.argmax(dim=1) == labels, -self.penalty)
 
@@ -175,17 +182,17 @@ class IARED2(Adaptive):
 
 
 class Interpreter(nn.Module):
-    """How worthy of being kept each token is, as the class token sees it."""
+    """Keep probability of each token, from its product with the class token."""
 
     def __init__(self, channels: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        wide = channels // heads
-        self.query = nn.Linear(channels, heads * wide)
-        self.key = nn.Linear(channels, heads * wide)
+        width = channels // heads
+        self.query = nn.Linear(channels, heads * width)
+        self.key = nn.Linear(channels, heads * width)
         for linear in (self.query, self.key):
             nn.init.trunc_normal_(linear.weight, std=0.02)
-            nn.init.constant_(linear.bias, (_START / wide**0.5) ** 0.5)  # q . k / sqrt(d) = _START
+            nn.init.constant_(linear.bias, (_START / width**0.5) ** 0.5)  # q . k / sqrt(d) = _START
 
     def forward(self, x: Tensor) -> Tensor:
         """Probabilities from tokens B N C, the class token first: B N, in at least float32."""
@@ -198,13 +205,13 @@ class Interpreter(nn.Module):
     @staticmethod
     def cost(channels: int, heads: int, tokens: int) -> int:
         """Multiply-adds for so many tokens."""
-        wide = channels // heads * heads
-        return tokens * (NORM - 1) * channels + (tokens + 1) * channels * wide + tokens * wide
+        width = channels // heads * heads
+        return tokens * (NORM - 1) * channels + (tokens + 1) * channels * width + tokens * width
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """While open, the model behaves as in inference; single modules may be in another mode than the whole."""
+    """While open, the model is in evaluation mode; then every module gets its own mode back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

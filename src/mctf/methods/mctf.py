@@ -1,12 +1,12 @@
 """MCTF: multi-criteria token fusion with one-step-ahead attention (paper, sections 3.2 and 3.3).
 
-A block first looks at its own coming attention to see which tokens matter, fuses the r least distinct ones, and
-then reuses that attention for the fused tokens. No N x N map is kept: with g the slot of each token and P the
+A block computes the column means of its own coming attention, merges the r tokens that are least distinct by three
+criteria, and reuses that attention for the fused tokens. No N x N map is kept: with g the slot of each token and P the
 weighted mean over slots, the approximated attention of the paper is
 
     A_hat v_hat = P softmax(q kT * scale + log s) v_hat[g]
 
-that is, ordinary attention over all N tokens whose values are the fused values spread back by g, then pooled.
+that is, ordinary attention over all N tokens whose values are the fused values unpooled by g, then pooled.
 The exact variant, which is not in the paper, takes the values before fusion: P softmax(…) v. By linearity that is
 plain attention followed by fusion, with nothing approximated and one pass over q and k.
 
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from .. import kernels
 from ..core.assignment import Assignment, joint_weights
-from ..core.flops import BlockShape, Cost, split_product, unprotected_product
+from ..core.flops import BlockShape, split_product
 from ..core.matching import Criteria
 from ..errors import MctfError, did_you_mean
-from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, run_unfused
+from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, check_number, run_unfused
 
 _CHOICES = {
     "pooling": ("attention", "size", "mean", "max"),
@@ -38,11 +38,11 @@ class MCTF(Method):
     """Options are the paper's ablations and one variant of our own; the defaults are the paper's method.
 
     tau_sim, tau_info, tau_size: temperatures of similarity, informativeness and size; 0 switches one off.
-    bidirectional: fuse half of r from alpha to beta and half back; otherwise all from alpha to beta.
+    bidirectional: merge half of r from alpha into beta and half back; otherwise all from alpha into beta.
     pooling: weights of a fused token's parts: "attention" (times size), "size", "mean"; or their "max".
-    attention: "one_step_ahead" reuses the attention it looked at; "precise" computes it anew for the fused
-        tokens; "previous" fuses after the MLP by the attention the block has just used; "exact" attends with
-        the unfused values and then fuses.
+    attention: "one_step_ahead" reuses the attention that gave the informativeness; "precise" recomputes it for the
+        fused tokens; "previous" merges after the MLP by the attention of the same block; "exact" attends with the
+        unfused values and then merges.
     informativeness: attention received from all tokens ("mean"), from the "class" token, or the mean of "both";
         "auto" is "both" where there is a class token and "mean" elsewhere.
     proportional: add log(size) to the attention logits of fused keys.
@@ -62,14 +62,12 @@ class MCTF(Method):
     min_tokens: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
-        for option in ("tau_sim", "tau_info", "tau_size"):
+        taus = {"tau_sim": self.tau_sim, "tau_info": self.tau_info, "tau_size": self.tau_size}
+        check_number(hint=" (0 switches it off)", **taus)
+        for option, choices in _CHOICES.items():
             value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise MctfError(f"{option}={value!r} must be a finite number, 0 or above (0 switches it off)")
-        for option, known in _CHOICES.items():
-            value = getattr(self, option)
-            if value not in known:
-                raise MctfError(f"{option}={value!r} is unknown: {did_you_mean(str(value), known)}")
+            if value not in choices:
+                raise MctfError(f"{option}={value!r} is unknown: {did_you_mean(str(value), choices)}")
         check_bool(bidirectional=self.bidirectional, proportional=self.proportional)
         if self.attention == "exact" and self.pooling == "max":
             raise MctfError(
@@ -81,158 +79,133 @@ class MCTF(Method):
             return replace(self, informativeness="both" if class_token else "mean")
         if self.informativeness != "mean" and not class_token:
             raise MctfError(
-                f"informativeness={self.informativeness!r} reads the class token, which this model has not: use 'mean'"
+                f"informativeness={self.informativeness!r} reads the class token, which this model does not have: "
+                "use 'mean'"
             )
         return self
 
-    def default_blocks(self, depth: int) -> range:
-        return range(1, depth)
-
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         if ctx.r == 0:
-            return BlockOutput(run_unfused(block, x, self._counted(sizes)), sizes)
+            return BlockOutput(run_unfused(block, x, self._key_sizes(sizes)), sizes)
         variants = {"precise": self._precise, "previous": self._previous, "exact": self._exact}
-        return variants.get(self.attention, self._ahead)(block, x, sizes, ctx.r, ctx.protected)
+        return variants.get(self.attention, self._ahead)(block, x, sizes, ctx)
 
-    def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> BlockOutput:
-        counted = self._counted(sizes)
+    def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        """One-step-ahead attention: merge first, then reuse the attention of the unfused tokens."""
+        key_sizes = self._key_sizes(sizes)
         q, k = block.queries_keys(block.norm1(x))
-        received = block.attention_received(q, k, sizes=counted, rows=self.informativeness, keep=self.pooling != "max")
-        assignment, a = self._match(x, received.partial, sizes, r, protected)
-        x, new_sizes = self._fuse(x, a, sizes, assignment)
+        received = block.attention_received(
+            q, k, sizes=key_sizes, rows=self.informativeness, keep=self.pooling != "max"
+        )
+        assignment, a = self._match(x, received.partial, sizes, ctx)
+        x, new_sizes = self._merge(x, a, sizes, assignment)
 
         h = block.norm1(x)
         values = block.split_heads(block.values(h))
         if self.pooling == "max":
-            context = _largest_rows(block.attention_map(q, k, sizes=counted), values, assignment)
+            context = _max_pooled_context(block.attention_map(q, k, sizes=key_sizes), values, assignment)
         else:
-            context = block.attend(q, k, values, sizes=counted, unpool=assignment, received=received)
-            context, _ = self._fuse(context, a, sizes, assignment)
+            context = block.attend(q, k, values, sizes=key_sizes, unpool=assignment, received=received)
+            context, _ = self._merge(context, a, sizes, assignment)
         x = block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
-        return BlockOutput(x, new_sizes, assignment, self._weights(a, sizes), a)
+        return BlockOutput(x, new_sizes, assignment, self._pool_weights(a, sizes), a)
 
-    def _exact(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> BlockOutput:
+    def _exact(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        """Exact attention: attend with all tokens, then merge tokens and context before projection and MLP."""
         h = block.norm1(x)
-        context, received = self._attend_with_received(block, h, sizes)
-        assignment, a = self._match(x, received, sizes, r, protected)
+        context, received = self._attend(block, h, sizes)
+        assignment, a = self._match(x, received, sizes, ctx)
         x, context, new_sizes = kernels.fuse_both(
             x, block.finish_context(context, h), self._factor(a), sizes, assignment, by_size=self._by_size
         )
         x = block.add_mlp(block.add_attention(x, context))
-        return BlockOutput(x, new_sizes, assignment, self._weights(a, sizes), a)
+        return BlockOutput(x, new_sizes, assignment, self._pool_weights(a, sizes), a)
 
-    def _precise(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> BlockOutput:
+    def _precise(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        """Merge by one-step-ahead informativeness, then run the whole block on the fused tokens."""
         q, k = block.queries_keys(block.norm1(x))
-        received = block.attention_received(q, k, sizes=self._counted(sizes), rows=self.informativeness)
-        return self._fused(block, x, received.partial, sizes, r, protected, then_run=True)
-
-    def _previous(self, block: BlockOps, x: Tensor, sizes: Tensor | None, r: int, protected: int) -> BlockOutput:
-        h = block.norm1(x)
-        context, received = self._attend_with_received(block, h, sizes)
-        x = block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
-        return self._fused(block, x, received, sizes, r, protected, then_run=False)
-
-    def _fused(
-        self,
-        block: BlockOps,
-        x: Tensor,
-        received: Tensor,
-        sizes: Tensor | None,
-        r: int,
-        protected: int,
-        *,
-        then_run: bool,
-    ) -> BlockOutput:
-        """Tokens fused, and then perhaps the whole block run on them."""
-        assignment, a = self._match(x, received, sizes, r, protected)
-        weights = self._weights(a, sizes)
-        x, sizes = self._fuse(x, a, sizes, assignment)
-        if then_run:
-            x = run_unfused(block.fused(assignment, weights), x, self._counted(sizes))
+        received = block.attention_received(q, k, sizes=self._key_sizes(sizes), rows=self.informativeness)
+        assignment, a = self._match(x, received.partial, sizes, ctx)
+        weights = self._pool_weights(a, sizes)
+        x, sizes = self._merge(x, a, sizes, assignment)
+        x = run_unfused(block.fused(assignment, weights), x, self._key_sizes(sizes))
         return BlockOutput(x, sizes, assignment, weights, a)
 
-    def _counted(self, sizes: Tensor | None) -> Tensor | None:
-        """The sizes attention is proportional to."""
+    def _previous(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        """Run the whole block, then merge by the attention it used."""
+        h = block.norm1(x)
+        context, received = self._attend(block, h, sizes)
+        x = block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
+        assignment, a = self._match(x, received, sizes, ctx)
+        weights = self._pool_weights(a, sizes)
+        x, sizes = self._merge(x, a, sizes, assignment)
+        return BlockOutput(x, sizes, assignment, weights, a)
+
+    def _key_sizes(self, sizes: Tensor | None) -> Tensor | None:
+        """The sizes that attention is proportional to."""
         return sizes if self.proportional else None
 
-    def _attend_with_received(self, block: BlockOps, h: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _attend(self, block: BlockOps, h: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v = block.queries_keys_values(h)
-        return block.attend_with_received(q, k, v, sizes=self._counted(sizes), rows=self.informativeness)
+        return block.attend_with_received(q, k, v, sizes=self._key_sizes(sizes), rows=self.informativeness)
 
-    def _match(
-        self, x: Tensor, received: Tensor, sizes: Tensor | None, r: int, protected: int
-    ) -> tuple[Assignment, Tensor]:
-        """Which tokens become one, and how informative each is."""
+    def _match(self, x: Tensor, received: Tensor, sizes: Tensor | None, ctx: BlockContext) -> tuple[Assignment, Tensor]:
+        """The assignment, and the informativeness of each token."""
         criteria = Criteria(self.tau_sim, self.tau_info, self.tau_size)
+        r, protected = ctx.r, ctx.protected
         return kernels.match(x, received, sizes, criteria, r=r, protected=protected, bidirectional=self.bidirectional)
 
     @property
     def _by_size(self) -> bool:
-        """Whether a token counts in its slot as often as it stands for others."""
         return self.pooling in ("attention", "size")
 
     def _factor(self, a: Tensor) -> Tensor | None:
-        """What a token counts in its slot besides."""
+        """Pooling weight of each token beside its size; None for 1."""
         return a if self.pooling == "attention" else None
 
-    def _weights(self, a: Tensor, sizes: Tensor | None) -> Tensor:
-        """How much each token counts in its slot, B N."""
-        return joint_weights(self._factor(a), _counts(a, sizes), self._by_size)
+    def _pool_weights(self, a: Tensor, sizes: Tensor | None) -> Tensor:
+        """Pooling weight of each token in its slot, B N."""
+        counts = torch.ones_like(a) if sizes is None else sizes
+        return joint_weights(self._factor(a), counts, self._by_size)
 
-    def _fuse(self, x: Tensor, a: Tensor, sizes: Tensor | None, assignment: Assignment) -> tuple[Tensor, Tensor]:
+    def _merge(self, x: Tensor, a: Tensor, sizes: Tensor | None, assignment: Assignment) -> tuple[Tensor, Tensor]:
         """Tokens and sizes of the slots."""
         if self.pooling == "max":
-            return assignment.max_pool(x), assignment.total(_counts(a, sizes))
+            return assignment.max_pool(x), assignment.total(torch.ones_like(a) if sizes is None else sizes)
         return kernels.fuse_tokens(x, self._factor(a), sizes, assignment, by_size=self._by_size)
 
-    def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
+    def paper_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int:
         if r == 0:
-            return Cost(paper=shape.plain(tokens), run=shape.plain(tokens))
+            return shape.plain(tokens)
         left = tokens - r
-        paper_match = split_product(tokens, shape.channels)
-        run_match = unprotected_product(tokens, protected, shape.channels)
-        reading = shape.norm(tokens) + shape.queries_keys(tokens)
-        full = shape.map(tokens, tokens)
-        # before attending there is a look at the map, or at its first row, in a pass of its own; a CPU may save it
-        column_means = shape.map(1 if self.informativeness == "class" else tokens, tokens)
+        matching = split_product(tokens, shape.channels)
+        inputs, full_map = shape.norm(tokens) + shape.queries_keys(tokens), shape.map(tokens, tokens)
         if self.attention == "precise":
-            rest = reading + shape.plain(left)
-            return Cost(paper=rest + full + paper_match, run=rest + column_means + run_match)
+            return inputs + full_map + matching + shape.plain(left)
         if self.attention == "previous":
-            rest = shape.plain(tokens)
-            return Cost(paper=rest + paper_match, run=rest + run_match)
-        rest = reading + shape.project(left) + shape.mlp_branch(left)
+            return shape.plain(tokens) + matching
+        rest = inputs + full_map + matching + shape.project(left) + shape.mlp_branch(left)
         if self.attention == "exact":
-            rest += shape.values(tokens) + full + shape.product(tokens, tokens) + shape.finish_context(tokens)
-            return Cost(paper=rest + paper_match, run=rest + run_match)
-        rest += shape.norm(left) + shape.values(left) + shape.finish_context(left)
-        # The paper multiplies the fused M x M map with the values, and so do we for the maximum; else we attend N x N.
-        paper = full + shape.product(left, left)
-        run = paper if self.pooling == "max" else full + shape.product(tokens, tokens)
-        return Cost(paper=rest + paper_match + paper, run=rest + run_match + column_means + run)
+            return rest + shape.values(tokens) + shape.product(tokens, tokens) + shape.finish_context(tokens)
+        # the paper multiplies the fused M x M map with the values; what runs here attends over N x N
+        return rest + shape.norm(left) + shape.values(left) + shape.finish_context(left) + shape.product(left, left)
 
 
 @dataclass(frozen=True)
 class MCTFExact(MCTF):
-    """MCTF with exact attention, informed by the class token too: fewer launches and closer to the plain model."""
+    """MCTF with exact attention, informed by the class token too: fewer launches, and closer to the baseline."""
 
     attention: str = "exact"
     informativeness: str = "auto"
 
     name: ClassVar[str] = "mctf_exact"
-    summary: ClassVar[str] = "MCTF that attends before it fuses: nothing approximated, one pass over q and k"
+    summary: ClassVar[str] = "MCTF that attends before it merges: nothing approximated, one pass over q and k"
 
 
-def _counts(a: Tensor, sizes: Tensor | None) -> Tensor:
-    """How many tokens each stands for, B N."""
-    return torch.ones_like(a) if sizes is None else sizes
+def _max_pooled_context(full_map: Tensor, values: Tensor, assignment: Assignment) -> Tensor:
+    """Context under max pooling: columns of the map summed, rows by maximum, times the fused values: B M (H d).
 
-
-def _largest_rows(full_map: Tensor, values: Tensor, assignment: Assignment) -> Tensor:
-    """Max pooling's context: columns of the map summed, rows by maximum, times the fused values: B M (H d).
-
-    full_map: B H N N; values: B H M d. The maximum does not commute with the product, so this one
-    ablation does hold the map.
+    full_map: B H N N; values: B H M d. The maximum does not commute with the product, so this ablation holds the map.
     """
     batch, heads, tokens, _ = full_map.shape
     columns = assignment.sum(full_map.permute(0, 3, 1, 2).flatten(2)).view(batch, -1, heads, tokens)  # B M H N

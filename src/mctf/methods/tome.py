@@ -1,7 +1,8 @@
 """ToMe: merge similar tokens between attention and MLP, in every block.
 
 Bolya et al., "Token Merging: Your ViT But Faster", ICLR 2023, as the paper compares with it.
-Axes: B images, H heads, N tokens, d channels a head.
+
+Axes: B images, H heads, N tokens, M = N - r tokens after merging, d channels per head.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 from .. import kernels
 from ..core import matching
 from ..core.assignment import Assignment
-from ..core.flops import BlockShape, Cost, split_product, unprotected_product
+from ..core.flops import BlockShape, split_product
 from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, run_unfused
 
 
@@ -28,7 +29,6 @@ class ToMe(Method):
 
     name: ClassVar[str] = "tome"
     summary: ClassVar[str] = "Token Merging (ICLR 2023): one-way matching of keys, between attention and MLP"
-    min_tokens: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         check_bool(proportional=self.proportional)
@@ -37,7 +37,7 @@ class ToMe(Method):
         return range(depth)
 
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
-        """Plain attention on all N tokens, then fusion, then the MLP on the M that remain."""
+        """Attention on all N tokens, then merging, then the MLP on the remaining M."""
         key_sizes = sizes if self.proportional else None
         if ctx.r == 0:
             return BlockOutput(run_unfused(block, x, key_sizes), sizes)
@@ -51,15 +51,11 @@ class ToMe(Method):
         x, sizes = kernels.fuse_tokens(x, None, sizes, assignment, by_size=True)
         return BlockOutput(block.add_mlp(x), sizes, assignment, weights)
 
-    def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
+    def paper_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int | None:
         if r == 0:
-            return Cost(paper=shape.plain(tokens), run=shape.plain(tokens))
-        head = shape.attention // shape.heads
-        branches = shape.attention_branch(tokens) + shape.mlp_branch(tokens - r)
-        return Cost(
-            paper=branches + split_product(tokens, head),
-            run=branches + unprotected_product(tokens, protected, head),
-        )
+            return None
+        similarity = split_product(tokens, shape.attention // shape.heads)
+        return shape.attention_branch(tokens) + similarity + shape.mlp_branch(tokens - r)
 
 
 @torch.no_grad()

@@ -1,89 +1,78 @@
-"""Sections about what happens inside: class token, sizes, attention, and pictures of fused patches."""
+"""Sections about the inside of the model: class token, largest token, attention, and pictures of fused patches."""
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from statistics import mean
+from typing import Any
 
 from .._utils import plural
 from ..evaluation.significance import Difference
 from . import paper
-from .analyses import order
-from .charts import round_step
-from .document import Chart, Column, Finding, Origin, Part, Picture, Section, Series, Strip, Table, Viewer, number
-from .labels import CASES, criteria_words
-from .runner import Experiment, Result
+from .analyses import ClassTokenResult, LargestTokenResult, rank_criteria
+from .document import Chart, Column, Finding, Origin, Picture, Section, Series, Strip, Table, Viewer, number
+from .labels import CASES, criteria_label
+from .pictures import AttentionMapsResult, FusedPatchesResult
+from .runner import Experiment
 from .studies import R
 from .verdicts import judge, weakest
 
 _BINS = 24
+_BLOCKS = "Blocks are counted from 1; the first does not fuse."
 
 
-def class_token_section(experiment: Experiment, result: Result) -> Section:
-    cosine: dict[str, list[float]] = result["cosine"]
-    ours, theirs = order(cosine), order(paper.class_token_cosine())
-    chart = Chart(
-        "Cosine of class tokens, measured",
-        f"All lines begin at 1 and fall; after the last block they lie in the order {_ordered(ours)}.",
-        Origin.MEASURED,
-        "block",
-        "cosine",
-        tuple(Series(name, _numbered(values)) for name, values in cosine.items()),
-    )
-    printed = Chart(
-        "Cosine of class tokens, DeiT-S of the paper",
-        "The same plot of the paper's figures.",
-        Origin.PAPER,
-        "block",
-        "cosine",
-        tuple(Series(name, _numbered(values)) for name, values in paper.class_token_cosine().items()),
-    )
-    return Section(
-        experiment.name,
-        experiment.title,
-        ", ".join(experiment.sources),
-        experiment.measures,
-        (_order_finding(ours, theirs, result["last"]),),
-        (
-            _cosine_table("Measured here", Origin.MEASURED, cosine),
-            _cosine_table("Table B of the paper, DeiT-S", Origin.PAPER, paper.class_token_cosine()),
-            chart,
-            printed,
-        ),
-        (f"In the mean over {plural(result['images'], 'image')}. Blocks are plural from 1; the first does not fuse.",),
-    )
-
-
-def _order_finding(ours: list[str], theirs: list[str], last: dict[str, list[float]]) -> Finding:
-    """Every pair is compared as the paper has it; the one that speaks least for the paper decides."""
-    leads = {f"{one} over {other}": Difference.of(last[one], last[other]) for one, other in combinations(theirs, 2)}
+def class_token_section(experiment: Experiment, result: ClassTokenResult) -> Section:
+    """Every pair of criteria is compared in the paper's order; the least certain pair decides the verdict."""
+    printed = paper.class_token_cosine()
+    own, papers = rank_criteria(result.cosine), rank_criteria(printed)
+    leads = {
+        f"{one} over {other}": Difference.of(result.last[one], result.last[other])
+        for one, other in combinations(papers, 2)
+    }
     pair = weakest(leads)
     lead = leads[pair]
-    words = "the paper's order" if ours == theirs else f"the paper's order is {_ordered(theirs)}"
+    order = "the paper's order" if own == papers else f"the paper's order is {' > '.join(papers)}"
     least = f"its least certain step, {pair}, is {'' if lead.mean >= 0 else '-'}{lead.size()} of cosine here"
-    return Finding(f"From the least loss to the most: {_ordered(ours)}; {words}; {least}.", judge(lead))
+    text = f"From the highest cosine to the lowest: {' > '.join(own)}; {order}; {least}."
+
+    parts: list[Table | Chart] = []
+    for caption, origin, cosine in (
+        ("Measured here", Origin.MEASURED, result.cosine),
+        ("Table B of the paper, DeiT-S", Origin.PAPER, printed),
+    ):
+        depth = len(next(iter(cosine.values())))
+        columns = (Column("criteria", text=True), *(Column(str(block), origin) for block in range(1, depth + 1)))
+        rows = tuple((name, *(number(value, ".4f") for value in values)) for name, values in cosine.items())
+        parts.append(Table(f"{caption}: cosine after each block", columns, rows))
+    for caption, summary, origin, cosine in (
+        (
+            "Cosine of class tokens, measured",
+            f"All lines begin at 1 and fall; after the last block their order is {' > '.join(own)}.",
+            Origin.MEASURED,
+            result.cosine,
+        ),
+        ("Cosine of class tokens, DeiT-S of the paper", "The paper's figures.", Origin.PAPER, printed),
+    ):
+        series = tuple(
+            Series(name, tuple((float(block), value) for block, value in enumerate(values, start=1)))
+            for name, values in cosine.items()
+        )
+        parts.append(Chart(caption, summary, origin, "block", "cosine", series))
+    return Section.of(
+        experiment,
+        findings=[Finding(text, judge(lead))],
+        parts=parts,
+        notes=[f"Mean over {plural(result.images, 'image')}. {_BLOCKS}"],
+    )
 
 
-def _ordered(criteria: list[str]) -> str:
-    return " > ".join(criteria)
-
-
-def _numbered(values: list[float] | tuple[float, ...]) -> tuple[tuple[float, float], ...]:
-    return tuple((float(block), value) for block, value in enumerate(values, start=1))
-
-
-def _cosine_table(caption: str, origin: Origin, cosine: dict[str, list[float]] | dict[str, tuple[float, ...]]) -> Table:
-    depth = len(next(iter(cosine.values())))
-    columns = (Column("criteria", text=True), *(Column(str(block), origin) for block in range(1, depth + 1)))
-    rows = tuple((name, *(number(value, ".4f") for value in values)) for name, values in cosine.items())
-    return Table(f"{caption}: cosine after each block", columns, rows)
-
-
-def largest_token_section(experiment: Experiment, result: Result) -> Section:
-    sizes: dict[str, list[int]] = result["sizes"]
-    means = {case: mean(values) for case, values in sizes.items()}
-    lead, printed = Difference.of(sizes["without_size"], sizes["with_size"]), paper.mean_largest_token()
-    smaller = f"{lead.size(1)} patches {'smaller' if lead.mean > 0 else 'larger'}"
-    in_words = f"{means['with_size']:.1f} against {means['without_size']:.1f}"
-    text = f"With the size criterion the largest token is {smaller}: {in_words}."
+def largest_token_section(experiment: Experiment, result: LargestTokenResult) -> Section:
+    means = {case: mean(values) for case, values in result.sizes.items()}
+    lead, printed = Difference.of(result.sizes["without_size"], result.sizes["with_size"]), paper.mean_largest_token()
+    text = (
+        f"With the size criterion the largest token is {lead.size(1)} patches "
+        f"{'smaller' if lead.mean > 0 else 'larger'}: {means['with_size']:.1f} against {means['without_size']:.1f}."
+    )
     table = Table(
         "Mean size of the largest token",
         (
@@ -91,7 +80,7 @@ def largest_token_section(experiment: Experiment, result: Result) -> Section:
             Column("measured here", Origin.MEASURED),
             Column("DeiT-S, fine-tuned", Origin.PAPER),
         ),
-        tuple((words, number(means[case], ".1f"), number(printed[case], ".1f")) for case, words in CASES.items()),
+        tuple((label, number(means[case], ".1f"), number(printed[case], ".1f")) for case, label in CASES.items()),
     )
     chart = Chart(
         "Size of the largest token after the last block",
@@ -99,91 +88,79 @@ def largest_token_section(experiment: Experiment, result: Result) -> Section:
         Origin.MEASURED,
         "patches in the largest token",
         "images",
-        _histogram(sizes),
+        _histogram(result.sizes),
         bars=True,
     )
-    return Section(
-        experiment.name,
-        experiment.title,
-        ", ".join(experiment.sources),
-        experiment.measures,
-        (Finding(text, judge(lead)),),
-        (table, chart),
-        (f"Over {plural(result['images'], 'image')}.",),
+    return Section.of(
+        experiment,
+        findings=[Finding(text, judge(lead))],
+        parts=[table, chart],
+        notes=[f"Over {plural(result.images, 'image')}."],
     )
 
 
-def _histogram(sizes: dict[str, list[int]]) -> tuple[Series, ...]:
-    every = [size for values in sizes.values() for size in values]
-    width = max(1, round(round_step((max(every) - min(every) + 1) / _BINS)))
-    starts = range(min(every) // width * width, max(every) + 1, width)
+def _histogram(sizes: Mapping[str, Sequence[int]]) -> tuple[Series, ...]:
+    """One series per case, all with the same bins: points are left edges and counts."""
+    pooled = [size for values in sizes.values() for size in values]
+    width = math.ceil((max(pooled) - min(pooled) + 1) / _BINS)
+    starts = range(min(pooled) // width * width, max(pooled) + 1, width)
     return tuple(
         Series(CASES[case], tuple((float(s), float(sum(s <= size < s + width for size in values))) for s in starts))
         for case, values in sizes.items()
     )
 
 
-def attention_section(experiment: Experiment, result: Result) -> Section:
-    distance: dict[str, float] = result["distance"]
-    blocks: list[int] = result["blocks"]
-    columns = (Column("block", text=True), *(Column(block, Origin.MEASURED) for block in distance))
-    row = ("goes elsewhere, %", *(number(100 * value, ".1f") for value in distance.values()))
-    strips = []
-    for number_, drawn in enumerate(result["drawn"], start=1):
-        for kind, files in drawn["pictures"].items():
-            pictures = tuple(
-                Picture(file, f"Image {number_}, {kind} attention in block {block}", f"block {block}")
-                for block, file in zip(blocks, files, strict=True)
-            )
-            strips.append(Strip(f"Image {number_}, {drawn['name']}: {kind} attention", pictures))
-    average = mean(distance.values())
-    parts: list[Part] = [*strips, Table("Attention that the approximation sends elsewhere", columns, (row,))]
-    return Section(
-        experiment.name,
-        experiment.title,
-        ", ".join(experiment.sources),
-        experiment.measures,
-        (
-            Finding(
-                f"In the mean over blocks {100 * average:.1f} % of the attention is not where it would precisely be."
+def attention_section(experiment: Experiment, result: AttentionMapsResult) -> Section:
+    columns = (Column("block", text=True), *(Column(block, Origin.MEASURED) for block in result.distance))
+    row = ("distance, %", *(number(100 * value, ".1f") for value in result.distance.values()))
+    strips = [
+        Strip(
+            f"Image {index}, {drawn.name}: {kind} attention",
+            tuple(
+                Picture(file, f"Image {index}, {kind} attention in block {block}", f"block {block}")
+                for block, file in zip(result.blocks, files, strict=True)
             ),
-        ),
-        tuple(parts),
-        (
-            f"Distances are over {plural(result['images'], 'image')}, heads and rows: half the sum of absolute "
-            "differences. Heat is the attention a patch receives from all queries; both maps of a block share one "
-            "scale, from dark (none) to yellow (most). Blocks are plural from 1; the first does not fuse.",
-        ),
-    )
-
-
-def fused_section(experiment: Experiment, result: Result) -> Section:
-    reductions = tuple(result["reductions"])
-    viewer = Viewer(
-        "Patches fused into one token share their mean colour and a border; patches still alone keep their pixels.",
-        tuple(result["images"]),
-        tuple(result["originals"]),
-        reductions,
-        tuple(tuple(counts) for counts in result["tokens"]),
-        tuple(tuple(tuple(files) for files in images) for images in result["pictures"]),
-        (len(result["tokens"][0]), reductions.index(R)),
-    )
-    criteria = result["criteria"]
-    strips: list[Part] = []
-    for number_, original in enumerate(result["originals"]):
-        pictures = [Picture(original, f"Image {number_ + 1} as the model sees it", "input")]
-        for name, files in zip(criteria["names"], criteria["pictures"], strict=True):
-            words = criteria_words(name)
-            pictures.append(Picture(files[number_], f"Image {number_ + 1} fused by {words}", words))
-        strips.append(
-            Strip(f"Image {number_ + 1} by criteria, after the last block, r = {criteria['r']}", tuple(pictures))
         )
-    return Section(
-        experiment.name,
-        experiment.title,
-        ", ".join(experiment.sources),
-        experiment.measures,
-        (),
-        (viewer, *strips),
-        ("Blocks are plural from 1; the first does not fuse.",),
+        for index, drawn in enumerate(result.drawn, start=1)
+        for kind, files in drawn.pictures.items()
+    ]
+    average = 100 * mean(result.distance.values())
+    return Section.of(
+        experiment,
+        findings=[Finding(f"Averaged over blocks, the approximation moves {average:.1f} % of the attention.")],
+        parts=[*strips, Table("Distance between approximated and precise attention", columns, (row,))],
+        notes=[
+            f"The distance is half the sum of absolute differences, the mean over {plural(result.images, 'image')}, "
+            "heads and rows. Heat is the attention a patch receives from all queries; both maps of a block share one "
+            f"color scale, from dark (none) to yellow (most). {_BLOCKS}"
+        ],
     )
+
+
+def fused_patches_section(experiment: Experiment, result: FusedPatchesResult) -> Section:
+    viewer = Viewer(
+        "Patches fused into one token share their mean color and a border; single patches keep their pixels.",
+        result.images,
+        result.originals,
+        result.reductions,
+        result.tokens,
+        result.pictures,
+        start=(len(result.tokens[0]), result.reductions.index(R)),
+    )
+    strips = []
+    for index, original in enumerate(result.originals):
+        pictures = [Picture(original, f"Image {index + 1}, model input", "input")]
+        for name, files in zip(result.criteria.names, result.criteria.pictures, strict=True):
+            label = criteria_label(name)
+            pictures.append(Picture(files[index], f"Image {index + 1} fused by {label}", label))
+        caption = f"Image {index + 1} by criteria, after the last block, r = {result.criteria.r}"
+        strips.append(Strip(caption, tuple(pictures)))
+    return Section.of(experiment, parts=[viewer, *strips], notes=[_BLOCKS])
+
+
+SECTIONS: dict[str, Callable[[Experiment, Any], Section]] = {
+    "class_token": class_token_section,
+    "largest_token": largest_token_section,
+    "attention_maps": attention_section,
+    "fused_patches": fused_patches_section,
+}

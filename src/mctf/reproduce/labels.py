@@ -1,7 +1,9 @@
-"""Names that people read in the place of those that code has."""
+"""Display names of methods, backbones, criteria, variants and verdicts."""
+
+from .document import Verdict
 
 METHODS = {
-    "base": "plain",
+    "base": "baseline",
     "mctf": "MCTF",
     "tome": "ToMe",
     "evit": "EViT",
@@ -29,7 +31,7 @@ BACKBONES = {
     "poolformer_m48": "PoolFormer-M48",
 }
 CRITERIA = {"sim": "similarity", "info": "informativeness", "size": "size"}
-ATTENTION = {"one_step_ahead": "one step ahead", "previous": "block before"}
+ATTENTION = {"one_step_ahead": "one step ahead", "previous": "previous block"}
 LABELS = {
     "one_way": "one-way",
     "bidirectional": "bidirectional",
@@ -53,8 +55,16 @@ GROUPS = {
     "tau_size": "temperature of size",
 }
 CASES = {"with_size": "with the size criterion", "without_size": "without it"}
+TRAINING = {"finetuned": "fine-tuned", "off_the_shelf": "not trained"}
+VERDICT_MARKS = {Verdict.AGREES: "✓", Verdict.DIFFERS: "≠", Verdict.CLOSE: "≈", Verdict.OPEN: "•"}
+VERDICTS = {
+    Verdict.AGREES: "as in the paper",
+    Verdict.DIFFERS: "unlike the paper",
+    Verdict.CLOSE: "too close to call on these images",
+    Verdict.OPEN: "",
+}
 
 
-def criteria_words(criteria: str) -> str:
+def criteria_label(criteria: str) -> str:
     """As in "similarity + size"."""
     return " + ".join(CRITERIA[name] for name in criteria.split("+"))

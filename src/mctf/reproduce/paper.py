@@ -1,4 +1,4 @@
-"""The paper's figures, as printed; none of them was measured by mctf.
+"""The paper's figures, as printed; none of them is measured by mctf.
 
 They lie in `data_files/paper_tables.json`. Tables are numbered as in the paper: 1 to 4 in its text, A to E in its
 appendix. Accuracy is top-1 in percent on ImageNet-1k.
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Published:
-    """One row of Table 1 or 2: a backbone, plain (method "base") or reduced. r: of MCTF, None for the others."""
+    """One row of Table 1 or 2: a backbone without reduction (method "base") or with it. r: None for all but MCTF."""
 
     table: str
     backbone: str
@@ -27,7 +27,7 @@ class Published:
 
 @dataclass(frozen=True)
 class PublishedByR:
-    """MCTF on one backbone in Table C, D or E; entry r of each tuple is for r, from 0 (the plain model) to 20."""
+    """MCTF on one backbone in Table C, D or E; entry r of each tuple is for r, from 0 (the baseline) to 20."""
 
     table: str
     backbone: str
@@ -38,7 +38,7 @@ class PublishedByR:
 
 @dataclass(frozen=True)
 class PublishedAblation:
-    """One line of Figure 7 (criteria), Table 4 or Table A (temperatures), all of them fine-tuned DeiT-S, r = 16."""
+    """One line of Figure 7 (criteria), Table 4 or Table A (temperatures), all of a fine-tuned DeiT-S at r = 16."""
 
     study: str
     setting: str
@@ -52,7 +52,7 @@ def _tables() -> dict[str, Any]:
 
 
 def origin() -> str:
-    """Where the figures come from, in one sentence."""
+    """The source of the figures, in one sentence."""
     return _tables()["origin"]
 
 
@@ -69,7 +69,7 @@ def by_r() -> tuple[PublishedByR, ...]:
 
 
 def off_the_shelf(backbone: str, method: str) -> dict[int, float]:
-    """Table 3: top-1 by r, 0 being the plain model; empty for what the paper does not have."""
+    """Table 3: top-1 by r, 0 being the baseline; empty for a combination that the paper does not report."""
     for row in _tables()["off_the_shelf"]:
         if (row["backbone"], row["method"]) == (backbone, method):
             return {int(r): top1 for r, top1 in row["top1"].items()}
@@ -86,7 +86,7 @@ def ablation(study: str, setting: str) -> PublishedAblation | None:
 
 
 def class_token_cosine() -> dict[str, tuple[float, ...]]:
-    """Table B: by criteria the cosine after each of twelve blocks."""
+    """Table B: per set of criteria the cosine after each of twelve blocks."""
     return {row["criteria"]: tuple(row["cosine"]) for row in _tables()["class_token_cosine"]}
 
 

@@ -1,4 +1,4 @@
-"""What an experiment is: it measures one thing the paper reports and gives numbers that JSON can hold.
+"""Experiments, one for each table or figure of the paper, and the loop that runs and resumes them.
 
 Axes: B images, 3 H W.
 """
@@ -8,17 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
-from ..data import Batch, Batches, Preprocessing
+from ..data import Batch, EvalLoader, Preprocessing
 from ..errors import MctfError
-from .records import Record, Records
-
-Advance = Callable[[int], None]  # so many more steps are done
-Result = dict[str, Any]
+from .records import Record, Records, Result
 
 
 @dataclass(frozen=True)
@@ -27,58 +25,58 @@ class Subject:
 
     name: str
     model: nn.Module
-    batches: Batches
+    batches: EvalLoader
     preprocessing: Preprocessing
 
     def __len__(self) -> int:
-        return len(self.batches.images)
+        return len(self.batches.dataset)
 
-    def some(self, count: int) -> Iterator[tuple[str, Tensor]]:
+    def sample(self, count: int) -> Iterator[tuple[str, Tensor]]:
         """Names and inputs (3 H W) of at most `count` images, evenly spaced over all of them."""
-        images = self.batches.images.spaced(count)
+        images = self.batches.dataset.spaced(count)
         for index, name in enumerate(images.names):
             yield name, self.batches.transform(images.read(index))
 
     def to_model(self, pixels: Tensor) -> Tensor:
-        """Pixels where the model is and in its dtype."""
+        """Pixels on the model's device and in its dtype."""
         weight = next(self.model.parameters())
         return pixels.to(weight.device, weight.dtype)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What an experiment is given when it runs.
+    """The input of an experiment.
 
-    subject: None for an experiment that needs no images. quick: measure fewer settings. pictures: a folder for
-    pictures. advance: to be told of every step. results: of other experiments on the same subject, by name; what they
-    have measured need not be measured again.
+    optional_subject: None for experiments without images. quick: measure fewer settings. pictures: the folder for
+    pictures. advance: called with the number of steps done. results: of other experiments on the same subject, by
+    name; their measurements can be reused.
     """
 
-    subject: Subject | None
+    optional_subject: Subject | None
     quick: bool
     pictures: Path
-    advance: Advance = lambda _: None
+    advance: Callable[[int], None] = lambda _: None
     results: Mapping[str, Result] = field(default_factory=dict)
 
     @property
-    def seen(self) -> Subject:
+    def subject(self) -> Subject:
         """The subject of an experiment that needs one."""
-        assert self.subject is not None
-        return self.subject
+        assert self.optional_subject is not None
+        return self.optional_subject
 
     def batches(self, weight: int) -> Iterator[Batch]:
         """All batches; each counts as `weight` steps."""
-        for batch in self.seen.batches:
+        for batch in self.subject.batches:
             yield batch
             self.advance(weight)
 
 
 class Experiment(ABC):
-    """Implementations are frozen dataclasses.
+    """One measurement that the paper reports. Implementations are stateless.
 
     name: of its file and for the command line. measures: one sentence. sources: the tables and figures of the paper,
-    as in "Table 1". needs_images: whether it needs a subject. form: of its result, counted up when that changes, so
-    that a file with less in it is never taken for a whole one.
+    as in "Table 1". needs_images: whether it needs a subject. result_type: what `run` returns. form: the version of
+    the result's layout, increased when it changes, so that an older file is never read as a complete one.
     """
 
     name: str
@@ -86,100 +84,116 @@ class Experiment(ABC):
     measures: str
     sources: tuple[str, ...]
     needs_images: bool = True
+    result_type: ClassVar[type[Result]]
     form: ClassVar[int] = 1
 
     @abstractmethod
     def steps(self, task: Task) -> int:
-        """How many steps it will report, a step being about one batch through one model."""
+        """Number of steps it reports; a step is about one batch through one model."""
 
     @abstractmethod
-    def run(self, task: Task) -> Result:
-        """Measure. Everything in the result is a number, a text, a list, a dictionary by text, or None."""
+    def run(self, task: Task) -> Result: ...
 
-    def unsuited(self, subject: Subject) -> str | None:
-        """Why it cannot be run on this subject; None where it can."""
+    def unsupported(self, subject: Subject) -> str | None:
+        """Why it cannot run on this subject; None where it can."""
         return None
 
 
-# MERGED from mctf.reproduce.runner:
-# Experiments one after the other, each kept as soon as it is done; what was done before is not repeated.
+@cache
+def experiments() -> tuple[Experiment, ...]:
+    """All experiments, in the order of the report."""
+    from . import analyses, costs, pictures, studies
+
+    return (
+        costs.TABLE_1,
+        costs.TABLE_2,
+        costs.CostsByR(),
+        *studies.STUDIES,
+        analyses.ClassToken(),
+        analyses.LargestToken(),
+        pictures.AttentionMaps(),
+        pictures.FusedPatches(),
+    )
+
+
+def choose(
+    available: Sequence[Experiment], *, names: Sequence[str] = (), tables: Sequence[str] = ()
+) -> tuple[Experiment, ...]:
+    """The experiments with these names and for these tables of the paper, in order; all where neither is given."""
+    if not names and not tables:
+        return tuple(available)
+    choices = [each.name for each in available]
+    for name in names:
+        if name not in choices:
+            raise MctfError(f"there is no experiment {name!r}: choose from {', '.join(choices)}")
+    measured = {source for each in available for source in each.sources if source.startswith("Table ")}
+    requested = {f"Table {table}" for table in tables}
+    for table in sorted(requested - measured):
+        raise MctfError(f"no experiment measures {table}: choose from {', '.join(sorted(measured))}")
+    return tuple(each for each in available if each.name in names or requested & set(each.sources))
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a run has to do. known: done before. todo: to be measured. left_out: why others are not, by name.
+    """The work of one run. finished: records of earlier runs. pending: to be measured. skipped: reasons by name.
 
-    again: whether all of it is to be measured, even what a known experiment has measured as well.
+    again: whether pending experiments measure everything anew instead of reusing results of finished ones.
     """
 
-    known: dict[str, Record]
-    todo: tuple[Experiment, ...]
-    left_out: dict[str, str]
+    finished: dict[str, Record]
+    pending: tuple[Experiment, ...]
+    skipped: dict[str, str]
     again: bool = False
 
 
-def choose(
-    experiments: Sequence[Experiment], *, names: Sequence[str] = (), tables: Sequence[str] = ()
-) -> tuple[Experiment, ...]:
-    """The experiments of these names and of these tables of the paper, in order; all where nothing is named."""
-    if not names and not tables:
-        return tuple(experiments)
-    known = [each.name for each in experiments]
-    for name in names:
-        if name not in known:
-            raise MctfError(f"there is no experiment {name!r}: choose from {', '.join(known)}")
-    numbered = [source for each in experiments for source in each.sources if source.startswith("Table ")]
-    asked = {f"Table {table}" for table in tables}
-    for table in asked - set(numbered):
-        raise MctfError(f"nothing is measured for {table}: choose from {', '.join(sorted(numbered))}")
-    return tuple(each for each in experiments if each.name in names or asked & set(each.sources))
-
-
 def arrange(
-    experiments: Sequence[Experiment],
-    wanted: Sequence[Experiment],
+    available: Sequence[Experiment],
+    requested: Sequence[Experiment],
     records: Records,
     *,
     subject: Subject | None,
     again: bool,
 ) -> Work:
-    """Sort out what to measure of what is wanted; of the other experiments, what was found before is taken along.
+    """Divide the requested experiments into finished, pending and skipped; records of the others are included.
 
-    again: measure what is wanted anew, and leave out what was measured under other conditions.
+    again: measure requested experiments anew, and ignore records of other conditions.
     """
     if not again:
-        records.check(experiments)
-    kept = [each for each in experiments if not (again and each in wanted)]
-    known = {each.name: record for each in kept if (record := records.fitting(each)) is not None}
-    reasons = {each.name: _obstacle(each, subject) for each in wanted if each.name not in known}
-    return Work(
-        known,
-        tuple(each for each in wanted if each.name in reasons and reasons[each.name] is None),
-        {name: reason for name, reason in reasons.items() if reason is not None},
-        again,
-    )
-
-
-def _obstacle(experiment: Experiment, subject: Subject | None) -> str | None:
-    if not experiment.needs_images:
-        return None
-    return "it needs a model and images (MODEL and --data)" if subject is None else experiment.unsuited(subject)
+        records.check(available)
+    reusable = [each for each in available if not (again and each in requested)]
+    finished = {each.name: record for each in reusable if (record := records.load(each)) is not None}
+    pending, skipped = [], {}
+    for each in requested:
+        if each.name in finished:
+            continue
+        reason = None
+        if each.needs_images:
+            missing = "it needs a model and images (MODEL and --data)"
+            reason = missing if subject is None else each.unsupported(subject)
+        if reason is None:
+            pending.append(each)
+        else:
+            skipped[each.name] = reason
+    return Work(finished, tuple(pending), skipped, again)
 
 
 def measure(
     work: Work, records: Records, task: Task, *, after: Callable[[Record], object] = lambda _: None
 ) -> dict[str, Record]:
-    """Run what is to be done and give all records by name; `after` is called with every record that is made."""
-    found = dict(work.known)
-    results = {} if work.again else {name: record.result for name, record in found.items()}
-    for experiment in work.todo:
+    """Run the pending experiments and return all records by name.
+
+    Each record is saved as soon as its experiment ends; `after` is then called with it.
+    """
+    finished = dict(work.finished)
+    results = {} if work.again else {name: record.result for name, record in finished.items()}
+    for experiment in work.pending:
         start = time.perf_counter()
         result = experiment.run(replace(task, results=results))
         results = {**results, experiment.name: result}
         seconds = time.perf_counter() - start
         date = datetime.now(UTC).isoformat(timespec="seconds")
         record = Record(experiment.name, dict(records.of(experiment)), seconds, date, result, experiment.form)
-        records.keep(record, experiment)
-        found[experiment.name] = record
+        records.save(record, experiment)
+        finished[experiment.name] = record
         after(record)
-    return found
+    return finished

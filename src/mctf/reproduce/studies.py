@@ -1,47 +1,106 @@
-"""The criteria by name, as the paper's ablations combine them."""
+"""Experiments that compare settings by their predictions: MCTF and ToMe without training, and every ablation.
+
+Each study runs the baseline (the unfused model) and all of its settings over the same images. It reports KL and
+agreement with the baseline, accuracy where labels are available, and GFLOPs in the paper's convention. The paper's
+ablations are of a fine-tuned DeiT-S and compare accuracy; here no weight is trained, so KL separates the settings. KL
+and correctness per image are stored, so that settings can be compared image by image.
+"""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
+from ..core.schedule import ReductionSpec
 from ..evaluation.evaluate import Row, Setting, evaluate
 from ..evaluation.fidelity import Scores
 from ..planning import plan
-from .runner import Experiment, Result, Subject, Task
-
-_TEMPERATURES = {"sim": "tau_sim", "info": "tau_info", "size": "tau_size"}
-
-ALL = "sim+info+size"
-SUBSETS = ("sim", "info", "size", "sim+info", "sim+size", "info+size", ALL)
-
-
-def options_of(criteria: str) -> dict[str, Any]:
-    """Options of `mctf.fuse` under which these criteria alone count, as in "sim+info"; none of them for all three."""
-    used = criteria.split("+")
-    return {temperature: 0.0 for name, temperature in _TEMPERATURES.items() if name not in used}
-
-
-# MERGED from mctf.reproduce.studies:
-# Experiments that compare settings by what they do to the model's answers: off the shelf, and every ablation.
-#
-# Each runs the plain model and all of its settings over the same images and gives, for each, KL and agreement to the
-# plain model, accuracy where classes are known, and GFLOPs in the paper's account. The paper's ablations are of a
-# fine-tuned DeiT-S and judge by accuracy; here no weight is trained, so KL is what tells settings apart. KL and
-# correctness of single images are kept, so that settings can be compared image by image.
+from .records import Result
+from .runner import Experiment, Subject, Task
 
 R = 16  # of the paper's ablations
-CURVE = (4, 8, 12, R, 20)  # where a study is shown over r
+CURVE = (4, 8, 12, R, 20)  # the r of curves
+ALL = "sim+info+size"
+SUBSETS = ("sim", "info", "size", "sim+info", "sim+size", "info+size", ALL)
 TEMPERATURES = ("1", "1/5", "1/10", "1/20", "1/40", "1/100")
-_PLAIN = Setting(r=0)
 DEFAULTS = {"tau_sim": "1", "tau_info": "1/20", "tau_size": "1/40"}
+_OPTION_OF_CRITERION = {"sim": "tau_sim", "info": "tau_info", "size": "tau_size"}
+_BASELINE = Setting(r=0)
+
+
+def criteria_options(criteria: str) -> dict[str, Any]:
+    """Options of `mctf.fuse` that switch off all criteria but these, as in "sim+info"; empty for all three."""
+    used = criteria.split("+")
+    return {option: 0.0 for name, option in _OPTION_OF_CRITERION.items() if name not in used}
+
+
+@dataclass(frozen=True)
+class PerImage:
+    """KL and top-1 (0 or 100) of each image; None without a classifier or without labels."""
+
+    kl: tuple[float, ...] | None = None
+    top1: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class StudyRow(Row):
+    """A row of the evaluation with its values per image. group, label: its place in the study's tables."""
+
+    by_image: PerImage = PerImage()
+    group: str = ""
+    label: str = ""
+
+    @classmethod
+    def of(cls, row: Row, scores: Scores) -> "StudyRow":
+        kl = None if scores.kl is None else tuple(float(f"{value:.6g}") for value in scores.kl.tolist())
+        top1 = None if scores.top1 is None else tuple(int(value) for value in scores.top1.tolist())
+        return cls(**vars(row), by_image=PerImage(kl, top1))
+
+
+@dataclass(frozen=True)
+class CappedSetting:
+    """A method and r for which some blocks (counted from 1) have fewer than r tokens to fuse."""
+
+    method: str
+    r: ReductionSpec
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StudyResult(Result):
+    """The baseline, and one row per variant."""
+
+    images: int
+    base: StudyRow
+    rows: tuple[StudyRow, ...]
+    capped: tuple[CappedSetting, ...]
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether the model has a classifier, so that predictions can be compared."""
+        return self.base.kl is not None
+
+    @property
+    def groups(self) -> dict[str, list[StudyRow]]:
+        """Rows by group, in order."""
+        groups: dict[str, list[StudyRow]] = {}
+        for row in self.rows:
+            groups.setdefault(row.group, []).append(row)
+        return groups
+
+    def to_json(self, *, per_image: bool = True) -> dict[str, Any]:
+        """per_image: False omits the values per image, which are most of the result."""
+        result = super().to_json()
+        for row in () if per_image else (result["base"], *result["rows"]):
+            del row["by_image"]
+        return result
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One setting, and where it stands in the study's tables: a group and a label, both as the paper's data has them.
+    """One setting and its place in the study's tables: a group and a label, named as in the paper's data.
 
-    slow: left out by --quick.
+    slow: excluded by --quick.
     """
 
     group: str
@@ -64,96 +123,96 @@ class Study(Experiment):
     sources: tuple[str, ...]
     variants: tuple[Variant, ...]
 
+    result_type: ClassVar[type[Result]] = StudyResult
     form: ClassVar[int] = 2
 
     def chosen(self, quick: bool) -> list[Variant]:
         return [each for each in self.variants if not (quick and each.slow)]
 
     def steps(self, task: Task) -> int:
-        return len(task.seen.batches) * self._weight(task.quick)
+        return len(task.subject.batches) * self._models(task.quick)
 
-    def run(self, task: Task) -> Result:
-        """The plain model as "base", and a row a variant; a setting that variants or studies share is run once."""
-        variants, known = self.chosen(task.quick), _known_rows(task)
-        settings = [_PLAIN, *dict.fromkeys(each.setting for each in variants)]
-        missing = [setting for setting in settings if setting not in known]
-        measured = evaluate(task.seen.model, task.batches(self._weight(task.quick)), missing)
-        found = zip(missing, measured.rows, measured.scores, strict=True)
-        rows = known | {setting: _as_dict(row, scores) for setting, row, scores in found}
-        return {
-            "images": measured.images,
-            "base": rows[_PLAIN],
-            "rows": [{**rows[each.setting], "group": each.group, "label": each.label} for each in variants],
-            "capped": _capped(task.seen, settings),
+    def run(self, task: Task) -> StudyResult:
+        """A setting that several variants or studies share is run once."""
+        variants = self.chosen(task.quick)
+        rows: dict[Setting, StudyRow] = {}
+        for study in STUDIES:
+            result = task.results.get(study.name)
+            if isinstance(result, StudyResult):
+                rows |= {each.setting: row for each, row in zip(study.chosen(task.quick), result.rows, strict=True)}
+        settings = [_BASELINE, *dict.fromkeys(each.setting for each in variants)]
+        missing = [setting for setting in settings if setting not in rows]  # the baseline always runs
+        measured = evaluate(task.subject.model, task.batches(self._models(task.quick)), missing)
+        rows |= {
+            setting: StudyRow.of(row, scores)
+            for setting, row, scores in zip(missing, measured.rows, measured.scores, strict=True)
         }
+        return StudyResult(
+            images=measured.images,
+            base=rows[_BASELINE],
+            rows=tuple(replace(rows[each.setting], group=each.group, label=each.label) for each in variants),
+            capped=_capped(task.subject, settings),
+        )
 
-    def _weight(self, quick: bool) -> int:
+    def _models(self, quick: bool) -> int:
         return 1 + len({each.setting for each in self.chosen(quick)})
 
 
-def _as_dict(row: Row, scores: Scores) -> dict[str, Any]:
-    """The row, with "by_image": KL and top-1 (0 or 100) of each image; None where unknown."""
-    kl = None if scores.kl is None else [float(f"{value:.6g}") for value in scores.kl.tolist()]
-    top1 = None if scores.top1 is None else [int(value) for value in scores.top1.tolist()]
-    return {**asdict(row), "by_image": {"kl": kl, "top1": top1}}
-
-
-def _known_rows(task: Task) -> dict[Setting, dict[str, Any]]:
-    """What other studies have found, by setting; the plain model is not among them, as all others need its answers."""
-    known: dict[Setting, dict[str, Any]] = {}
-    for study in STUDIES:
-        if study.name in task.results:
-            pairs = zip(study.chosen(task.quick), task.results[study.name]["rows"], strict=True)
-            known |= {variant.setting: row for variant, row in pairs}
-    return known
-
-
-def _capped(subject: Subject, settings: Sequence[Setting]) -> list[dict[str, Any]]:
-    """Method, r and blocks, counted from 1, wherever there are too few tokens to fuse r of them."""
+def _capped(subject: Subject, settings: Sequence[Setting]) -> tuple[CappedSetting, ...]:
     capped = []
     for each in settings:
-        made = plan(
+        planned = plan(
             subject.model,
             r=each.r,
             method=each.method,
             image_size=subject.preprocessing.image_size,
             **dict(each.options),
         )
-        blocks = [block for block, step in enumerate(made.reductions, start=1) if step.num_reduced < step.num_requested]
-        case = {"method": each.method, "r": each.r, "blocks": blocks}
-        if blocks and case not in capped:
-            capped.append(case)
-    return capped
+        blocks = [i for i, step in enumerate(planned.reductions, start=1) if step.num_reduced < step.num_requested]
+        if blocks:
+            capped.append(CappedSetting(each.method, each.r, tuple(blocks)))
+    return tuple(dict.fromkeys(capped))
 
 
-def _off_the_shelf() -> tuple[Variant, ...]:
-    return tuple(
+OFF_THE_SHELF = Study(
+    "off_the_shelf",
+    "Without training",
+    "MCTF against ToMe over r, no weight trained.",
+    ("Table 3",),
+    tuple(
         variant(method, str(r), r=r, method=method, slow=r not in (8, R, 20))
         for method in ("mctf", "tome")
         for r in (1, 2, 4, 8, 12, R, 20)
-    )
-
-
-def _criteria() -> tuple[Variant, ...]:
-    curves = ("sim", "info", "sim+info", ALL)
-    return tuple(
-        variant(criteria, str(r), r=r, slow=r != R, **options_of(criteria))
+    ),
+)
+CRITERIA = Study(
+    "criteria",
+    "Criteria",
+    "MCTF with every subset of its criteria: similarity, informativeness, size.",
+    ("Figure 7a",),
+    tuple(
+        variant(criteria, str(r), r=r, slow=r != R, **criteria_options(criteria))
         for criteria in SUBSETS
-        for r in (CURVE if criteria in curves else (R,))
-    )
-
-
-def _ahead() -> tuple[Variant, ...]:
-    return tuple(
+        for r in (CURVE if criteria in ("sim", "info", "sim+info", ALL) else (R,))
+    ),
+)
+ONE_STEP_AHEAD = Study(
+    "one_step_ahead",
+    "One-step-ahead attention",
+    "Informativeness from one-step-ahead attention against that of the previous block.",
+    ("Figure 7b",),
+    tuple(
         variant(attention, str(r), r=r, slow=r not in (8, R), attention=attention)
         for attention in ("one_step_ahead", "previous")
         for r in CURVE
-    )
-
-
-def _design() -> tuple[Variant, ...]:
-    """The paper's lines by its own names, and variants that it does not have."""
-    return (
+    ),
+)
+DESIGN = Study(
+    "design",
+    "Design choices",
+    f"Matching, pooling and attention of fused tokens, each changed alone, at r = {R}.",
+    ("Table 4",),
+    (  # the paper's lines under its own names, and variants that it does not have
         variant("matching", "one_way", bidirectional=False),
         variant("matching", "bidirectional"),
         variant("pooling", "average", pooling="mean"),
@@ -165,52 +224,22 @@ def _design() -> tuple[Variant, ...]:
         variant("attention", "exact", attention="exact"),
         variant("proportional", "off", proportional=False),
         variant("proportional", "on"),
-    )
-
-
-def _temperatures() -> tuple[Variant, ...]:
-    variants = []
-    for option, default in DEFAULTS.items():
-        for label in TEMPERATURES:
-            changed: dict[str, Any] = {} if label == default else {option: float(Fraction(label))}
-            slow = label not in ("1", "1/100", default)
-            variants.append(variant(option, label, slow=slow, **changed))
-    return tuple(variants)
-
-
-OFF_THE_SHELF = Study(
-    "off_the_shelf",
-    "Without training",
-    "MCTF against ToMe over r, no weight trained.",
-    ("Table 3",),
-    _off_the_shelf(),
-)
-CRITERIA = Study(
-    "criteria",
-    "Which criteria",
-    "MCTF with every subset of its criteria: similarity, informativeness, size.",
-    ("Figure 7a",),
-    _criteria(),
-)
-AHEAD = Study(
-    "one_step_ahead",
-    "One step ahead",
-    "Informativeness from the coming attention against that of the block before.",
-    ("Figure 7b",),
-    _ahead(),
-)
-DESIGN = Study(
-    "design",
-    "Design choices",
-    f"Matching, pooling and attention of fused tokens, each changed alone, at r = {R}.",
-    ("Table 4",),
-    _design(),
+    ),
 )
 TEMPERATURE = Study(
     "temperatures",
     "Temperatures",
     f"Each temperature changed alone, at r = {R}.",
     ("Table A",),
-    _temperatures(),
+    tuple(
+        variant(
+            option,
+            label,
+            slow=label not in ("1", "1/100", default),
+            **({} if label == default else {option: float(Fraction(label))}),  # type: ignore[arg-type]
+        )
+        for option, default in DEFAULTS.items()
+        for label in TEMPERATURES
+    ),
 )
-STUDIES = (OFF_THE_SHELF, CRITERIA, AHEAD, DESIGN, TEMPERATURE)
+STUDIES = (OFF_THE_SHELF, CRITERIA, ONE_STEP_AHEAD, DESIGN, TEMPERATURE)

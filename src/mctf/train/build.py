@@ -1,8 +1,6 @@
 """From a recipe to a run that is ready to go: model, images, teacher, optimiser, objective."""
 
-import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch import nn
 
 from .._utils import plural
 from ..api import fuse, fused_stack
-from ..data import Feed, FeedOptions, Preprocessing, find_images, make_feed, trained_labels
+from ..data import Feed, FeedOptions, Preprocessing, Progress, make_feed, open_dataset
 from ..distributed import DistributedContext, broadcast_object
 from ..errors import MctfError
 from ..methods._layers import UntrainedWarning
@@ -28,22 +26,20 @@ from .optimizer import Schedule, Steps, make_optimiser
 from .signals import interruptible
 from .teachers import Distillation, Original, Teacher
 
-_MOST_WORKERS = 8
 
-OnDecoding = Callable[[int, int], None]
-
-
-def assemble(recipe: Recipe, processes: DistributedContext, *, on_decoding: OnDecoding | None = None) -> Trainer:
+def assemble(recipe: Recipe, processes: DistributedContext, *, on_decoding: Progress | None = None) -> Trainer:
     """A run at its first step. on_decoding: told while images are decoded into memory, how many of how many."""
     torch.manual_seed(recipe.seed)
     model: Any = load_student(recipe)
     preprocessing = Preprocessing.of(model)
     feed = _feed(recipe, preprocessing, processes, on_decoding)
     if recipe.validation is not None:
-        trained_labels(find_images(recipe.validation), feed.known)  # other classes are better known now than at the end
-    knows_classes = model.num_classes == feed.classes
+        open_dataset(
+            recipe.validation, class_to_idx=feed.class_to_idx
+        )  # other classes are better known now than at the end
+    knows_classes = model.num_classes == feed.num_classes
     if not knows_classes:
-        model.reset_classifier(feed.classes)
+        model.reset_classifier(feed.num_classes)
     return assemble_around(model, feed, recipe, processes, preprocessing=preprocessing, knows_classes=knows_classes)
 
 
@@ -63,11 +59,11 @@ def assemble_around(
     """
     steps = Steps(feed.steps(), recipe.accumulate, recipe.all_epochs)
     if steps.total == 0:
-        raise MctfError(f"{feed.images} images are too few for one step of this size: lower batch or accumulate")
+        raise MctfError(f"{feed.num_images} images are too few for one step of this size: lower batch or accumulate")
     model.to(processes.device)
     if recipe.channels_last:
         model.to(memory_format=torch.channels_last)
-    teacher = _teacher(recipe, preprocessing or Preprocessing.of(model), feed.classes, processes)
+    teacher = _teacher(recipe, preprocessing or Preprocessing.of(model), feed.num_classes, processes)
     original = _original(recipe, model, knows_classes=knows_classes)
     if recipe.fuses:
         with warnings.catch_warnings(action="ignore", category=UntrainedWarning):
@@ -102,7 +98,7 @@ def load_student(recipe: Recipe) -> nn.Module:
 
 
 def _feed(
-    recipe: Recipe, preprocessing: Preprocessing, processes: DistributedContext, on_decoding: OnDecoding | None
+    recipe: Recipe, preprocessing: Preprocessing, processes: DistributedContext, on_decoding: Progress | None
 ) -> Feed:
     options = FeedOptions(
         batch=recipe.batch,
@@ -113,9 +109,9 @@ def _feed(
         seed=recipe.seed,
         augmentation=recipe.augmentation,  # type: ignore[arg-type]
         smallest_crop=recipe.smallest_crop,
-        colour_jitter=recipe.colour_jitter,
+        color_jitter=recipe.colour_jitter,
         repeated=recipe.repeated,
-        workers=workers_of(recipe, processes),
+        workers=recipe.workers,
         in_memory=recipe.in_memory,  # type: ignore[arg-type]
         on_corrupt=recipe.on_corrupt,  # type: ignore[arg-type]
     )
@@ -124,20 +120,10 @@ def _feed(
         options=options,
         device=processes.device,
         rank=processes.rank,
-        world=processes.world,
+        world_size=processes.world_size,
         classes=recipe.classes,
         progress=on_decoding if processes.is_main else None,
     )
-
-
-def workers_of(recipe: Recipe, processes: DistributedContext) -> int:
-    """As asked; else, beside a GPU, this process' part of the cores but one, and none beside a CPU that computes."""
-    if recipe.workers is not None:
-        return recipe.workers
-    if processes.device.type == "cpu":
-        return 0
-    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(_MOST_WORKERS, max(0, (os.cpu_count() or 1) // neighbours - 1))
 
 
 def _teacher(recipe: Recipe, seen_by: Preprocessing, classes: int, processes: DistributedContext) -> Teacher | None:
@@ -192,7 +178,7 @@ RECIPE = "recipe.toml"
 
 
 def begin(
-    recipe: Recipe, processes: DistributedContext, *, resume: bool = False, on_decoding: OnDecoding | None = None
+    recipe: Recipe, processes: DistributedContext, *, resume: bool = False, on_decoding: Progress | None = None
 ) -> tuple[Trainer, list[str]]:
     """A run that is ready to go, and what to know of it. It has written its recipe into its folder.
 
@@ -203,7 +189,7 @@ def begin(
     if found and not resume:
         raise MctfError(f"{recipe.output} holds a run already: add --resume to go on, or name another --output")
     trainer = assemble(recipe, processes, on_decoding=on_decoding)
-    notes = [f"{trainer.feed.note}, {plural(trainer.feed.classes, 'class', 'classes')}"]
+    notes = [f"{trainer.feed.note}, {plural(trainer.feed.num_classes, 'class', 'classes')}"]
     if resume:
         notes += trainer.resume()
     if trainer.step:

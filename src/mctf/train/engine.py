@@ -66,7 +66,7 @@ class Trainer:
         self._snapshots = Snapshots(
             self.recipe,
             self.steps,
-            self.processes.world,
+            self.processes.world_size,
             self.model,
             self.optimiser,
             self.average,
@@ -122,7 +122,7 @@ class Trainer:
         for index, (pixels, labels) in enumerate(islice(batches, accumulate)):
             with self._apart(index < accumulate - 1):
                 losses.append(self._backward(pixels, labels, lighter))
-            images += len(labels) * self.processes.world
+            images += len(labels) * self.processes.world_size
         signal = self._look()
         gradient = self._update()
         finite = torch.stack([each.total.detach() for each in losses]).isfinite().all() & gradient.isfinite()

@@ -7,11 +7,9 @@ from safetensors.torch import save
 from torch import nn
 
 from ..api import find_stack, unfuse
-from ..data import Batch, Batches, Preprocessing, find_images, trained_labels
-from ..data.dataset import share
+from ..data import Batch, EvalLoader, Preprocessing, open_dataset
 from ..evaluation.evaluate import Evaluation, Setting, evaluate
 from ..methods._layers import full_state_dict, split_state_dict, stash_layers
-from .build import workers_of
 from .checkpoint import write_whole
 from .config import PLAIN
 from .engine import Trainer
@@ -62,11 +60,14 @@ def evaluate_finished(
     recipe, processes = trainer.recipe, trainer.processes
     if recipe.validation is None:
         return None
-    images = find_images(recipe.validation)
-    labels = trained_labels(images, trainer.feed.known)
-    own_images, own_labels = share(images, labels, processes)
-    transform = Preprocessing.of(model).transform()
-    batches = Batches(own_images, own_labels, transform, batch_size=recipe.batch, workers=workers_of(recipe, processes))
+    dataset = open_dataset(recipe.validation, class_to_idx=trainer.feed.class_to_idx)
+    batches = EvalLoader(
+        dataset.shard(processes.rank, processes.world_size),
+        Preprocessing.of(model).transform(),
+        batch_size=recipe.batch,
+        workers=recipe.workers,
+        device=processes.device,
+    )
     method = "mctf" if recipe.method == PLAIN else recipe.method
     options = tuple(recipe.method_options.items())
     settings = [Setting(method, r, recipe.blocks, options) for r in recipe.evaluate_r]

@@ -1,1 +1,1 @@
-"""What people look at: pictures of fused patches, and the photographs the demo shows them on."""
+"""Pictures of fused patches, contact sheets, plots over cost, and the content of `mctf demo`."""

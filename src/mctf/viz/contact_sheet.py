@@ -1,4 +1,7 @@
-"""A sheet of captioned pictures, one row an image, written to a file all at once or not at all."""
+"""Contact sheets: one row per image, with the model's input and its fused patches after some blocks.
+
+Axes: B images, 3 H W; N tokens.
+"""
 
 import io
 import math
@@ -15,11 +18,60 @@ from ..api import fused_stack
 from ..core.schedule import fast_blocks
 from ..data import Preprocessing
 from ..errors import MctfError
-from ..tracing import Trace, trace
-from .fused_patches import fused_picture, patch_grid, seen_image
+from ..tracing import trace
+from .fused_patches import enlarge, fused_picture, patch_grid, to_image
 
+_SCALE = 3
+_SIDE = 448  # pixels of a picture's shorter side below which patches of small images are hard to distinguish
+_LEGEND = "striped gray: dropped, input of no later block"
 _PAPER = (255, 255, 255)
 _INK = (38, 38, 44)
+
+
+def choose_blocks(blocks: Sequence[int] | None, depth: int) -> tuple[int, ...]:
+    """The blocks to show, checked; by default those at a quarter, half and three quarters, and the last."""
+    if blocks is None:
+        return tuple(sorted({*fast_blocks(depth), depth - 1}))
+    for block in blocks:
+        if not 0 <= block < depth:
+            raise MctfError(f"there is no block {block} to show: the model has blocks 0 to {depth - 1}")
+    return tuple(blocks)
+
+
+def contact_sheet(
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    preprocessing: Preprocessing,
+    *,
+    blocks: Sequence[int],
+    scale: int | None = None,
+    after_image: Callable[[], object] = lambda: None,
+) -> Image.Image:
+    """A sheet with one row per input (3 H W) of a fused model: the crop, then its patches after each of the blocks.
+
+    Where a method drops patches, captions count them and a legend explains their pattern.
+    scale: picture pixels per image pixel; by default 3, and more for small images.
+    """
+    scale = scale or max(_SCALE, math.ceil(_SIDE / min(preprocessing.image_size)))
+    prefix = fused_stack(model).host.protected
+    weight = next(model.parameters())
+    rows, any_dropped = [], False
+    for tensor in inputs:
+        with torch.inference_mode(), trace(model) as traced:
+            model(tensor[None].to(weight.device, weight.dtype))
+        image, tokens = to_image(tensor, preprocessing), traced.source_map().shape[1]
+        grid = patch_grid(tokens - prefix, height=image.height, width=image.width)
+        row = [Panel(enlarge(image, scale), f"input: {plural(tokens, 'token')}")]
+        for block in blocks:
+            maps = traced.source_map(block), traced.dropped(block)
+            slots, dropped = (each[0, prefix:].cpu().numpy() for each in maps)
+            caption = f"block {block}: {plural(traced.token_counts[block], 'token')}"
+            caption += f", {dropped.sum()} dropped" if dropped.any() else ""
+            row.append(Panel(fused_picture(image, slots, grid=grid, dropped=dropped, scale=scale), caption))
+            any_dropped |= bool(dropped.any())
+        rows.append(row)
+        after_image()
+    return make_sheet(rows, legend=_LEGEND if any_dropped else "")
 
 
 @dataclass(frozen=True)
@@ -31,9 +83,9 @@ class Panel:
 
 
 def make_sheet(rows: Sequence[Sequence[Panel]], *, legend: str = "") -> Image.Image:
-    """The panels side by side, row under row, captions centred below; columns as wide as their widest picture.
+    """The panels in rows, captions centered below them; columns are as wide as their widest picture.
 
-    legend: a line below them all.
+    legend: a line below all rows.
     """
     if not rows or not all(rows):
         raise MctfError("a sheet needs at least one picture in every row")
@@ -42,7 +94,7 @@ def make_sheet(rows: Sequence[Sequence[Panel]], *, legend: str = "") -> Image.Im
     gap = max(6, min(widths) // 28)
     width = sum(widths) + gap * (len(widths) + 1)
     captions = [(panel.caption, panel.picture.width) for row in rows for panel in row]
-    font = _font([*captions, (legend, width - 2 * gap)], largest=min(room for _, room in captions) // 15)
+    font = _fitting_font([*captions, (legend, width - 2 * gap)], largest=min(room for _, room in captions) // 15)
     line = round(font.size * 1.9)
     below = line if legend else 0
 
@@ -60,8 +112,8 @@ def make_sheet(rows: Sequence[Sequence[Panel]], *, legend: str = "") -> Image.Im
     return canvas
 
 
-def _font(texts: Sequence[tuple[str, int]], *, largest: int) -> ImageFont.FreeTypeFont:
-    """Pillow's own font, as large as lets every text fit into its room, given in pixels."""
+def _fitting_font(texts: Sequence[tuple[str, int]], *, largest: int) -> ImageFont.FreeTypeFont:
+    """Pillow's font in the largest size at which every text fits its width in pixels."""
     size = max(9, largest)
     while size > 6:
         font = ImageFont.load_default(size=size)
@@ -72,67 +124,6 @@ def _font(texts: Sequence[tuple[str, int]], *, largest: int) -> ImageFont.FreeTy
 
 
 def write_png(picture: Image.Image, path: Path) -> None:
-    """Write all of it or nothing."""
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG", optimize=True)
     atomic_write(path, buffer.getvalue())
-
-
-# MERGED from mctf.viz.contact_sheet:
-# From a fused model and its inputs to a sheet: each image, and what its patches became in chosen blocks.
-#
-# Axes: B images, 3 H W; N tokens.
-
-_SCALE = 3
-_SIDE = 448  # pixels of a picture's shorter side below which patches of small images are hard to tell apart
-_LEGEND = "striped grey: dropped, seen by no later block"
-
-
-def choose_blocks(blocks: Sequence[int] | None, depth: int) -> tuple[int, ...]:
-    """The blocks to show, checked; by default those at a quarter, half and three quarters, and the last."""
-    if blocks is None:
-        return tuple(sorted({*fast_blocks(depth), depth - 1}))
-    for block in blocks:
-        if not 0 <= block < depth:
-            raise MctfError(f"there is no block {block} to show: the model has blocks 0 to {depth - 1}")
-    return tuple(blocks)
-
-
-def gallery(
-    model: nn.Module,
-    inputs: Sequence[Tensor],
-    preprocessing: Preprocessing,
-    *,
-    blocks: Sequence[int],
-    scale: int | None = None,
-    after_image: Callable[[], object] = lambda: None,
-) -> Image.Image:
-    """A sheet with one row an input (3 H W): the crop the model sees, then its patches after each of the blocks.
-
-    Where patches were dropped rather than fused, captions count them and a legend says how they are drawn.
-    scale: pixels of a picture a pixel of the image; by default 3, and more where that leaves a picture small.
-    """
-    scale = scale or max(_SCALE, math.ceil(_SIDE / min(preprocessing.image_size)))
-    prefix = fused_stack(model).host.protected
-    weight = next(model.parameters())
-    rows, any_dropped = [], False
-    for tensor in inputs:
-        with torch.inference_mode(), trace(model) as traced:
-            model(tensor[None].to(weight.device, weight.dtype))
-        rows.append(_row(seen_image(tensor, preprocessing), traced, blocks=blocks, prefix=prefix, scale=scale))
-        any_dropped |= any(bool(traced.dropped(block).any()) for block in blocks)
-        after_image()
-    return make_sheet(rows, legend=_LEGEND if any_dropped else "")
-
-
-def _row(image: Image.Image, traced: Trace, *, blocks: Sequence[int], prefix: int, scale: int) -> list[Panel]:
-    tokens = traced.source_map().shape[1]
-    grid = patch_grid(tokens - prefix, height=image.height, width=image.width)
-    large = image.resize((image.width * scale, image.height * scale), Image.Resampling.LANCZOS)
-    panels = [Panel(large, f"input: {plural(tokens, 'token')}")]
-    for block in blocks:
-        slots, dropped = (each[0, prefix:].cpu().numpy() for each in (traced.source_map(block), traced.dropped(block)))
-        caption = f"block {block}: {plural(traced.token_counts[block], 'token')}"
-        caption += f", {dropped.sum()} dropped" if dropped.any() else ""
-        panels.append(Panel(fused_picture(image, slots, grid=grid, dropped=dropped, scale=scale), caption))
-    return panels

@@ -1,7 +1,9 @@
-"""Photographs that come with scikit-image, for a demo with nothing to download.
+"""The content of `mctf demo`: one model with and without fusion, on four photographs of scikit-image.
 
-They are plain files inside the installed package, so they are found without importing it. All four may be
-copied freely (public domain or CC0).
+The photographs are files of the installed package, located without importing it. All four may be copied freely (public
+domain or CC0), so the demo downloads nothing.
+
+Axes: B images, 3 H W.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +26,10 @@ from ..evaluation.timing import time_interleaved
 from ..models.class_names import class_words
 from ..models.loading import copy_sharing_weights
 from ..planning import Plan, plan
-from .contact_sheet import choose_blocks, gallery
+from .contact_sheet import choose_blocks, contact_sheet
 from .fused_patches import open_image
 
+WARMUP = 2
 _FILES = ("chelsea.png", "coffee.png", "rocket.jpg", "astronaut.png")
 
 
@@ -34,32 +37,22 @@ def photographs() -> list[Path]:
     """A cat, a cup of coffee, a rocket and an astronaut, as image files."""
     spec = find_spec("skimage")
     if spec is None or not spec.submodule_search_locations:
-        raise MctfError("the demo's photographs come with scikit-image: run pip install 'mctf[demo]'")
+        raise MctfError("the demo's photographs are files of scikit-image: run pip install 'mctf[demo]'")
     folder = Path(spec.submodule_search_locations[0]) / "data"
     missing = [name for name in _FILES if not (folder / name).is_file()]
     if missing:
-        raise MctfError(
-            f"scikit-image came without {', '.join(missing)}: run pip install --force-reinstall scikit-image"
-        )
+        raise MctfError(f"scikit-image lacks {', '.join(missing)}: run pip install --force-reinstall scikit-image")
     return [folder / name for name in _FILES]
-
-
-# MERGED from mctf.viz.demo:
-# What the demo shows: one model with and without fusing, on a few photographs.
-#
-# Axes: B images, 3 H W.
-
-WARMUP = 2
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Images a second (medians), how many times as fast the fused model is, and under what conditions.
+    """Median images/s of both models, the speed-up of the fused one, and the conditions.
 
-    spread: that of the less steady of the two, see `Timing`.
+    spread: the larger of the two, see `Timing`.
     """
 
-    plain_images_per_second: float
+    baseline_images_per_second: float
     fused_images_per_second: float
     speedup: float
     spread: float
@@ -70,21 +63,21 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The first answer of both models for one photograph, and the probability each gives to its own."""
+class Prediction:
+    """The top-1 class of both models for one photograph, each with its probability."""
 
     photograph: str
-    plain: str
-    plain_probability: float
+    baseline: str
+    baseline_probability: float
     fused: str
     fused_probability: float
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A model plain and fused, around the same weights, and what both are shown."""
+    """The baseline and the fused model with shared weights, and their inputs: pixels, B 3 H W."""
 
-    plain: nn.Module
+    baseline: nn.Module
     fused: nn.Module
     plan: Plan
     preprocessing: Preprocessing
@@ -95,14 +88,14 @@ class Demonstration:
     def of(
         cls, model: nn.Module, files: Sequence[Path], *, method: str, r: ReductionSpec, device: torch.device
     ) -> "Demonstration":
-        made = plan(model, method=method, r=r)
+        planned = plan(model, method=method, r=r)
         model = model.to(device)
         preprocessing = Preprocessing.of(model)
         transform = preprocessing.transform()
         return cls(
-            plain=model,
+            baseline=model,
             fused=fuse(copy_sharing_weights(model), method, r=r),
-            plan=made,
+            plan=planned,
             preprocessing=preprocessing,
             names=tuple(path.stem for path in files),
             pixels=torch.stack([transform(open_image(path)) for path in files]).to(device),
@@ -110,21 +103,21 @@ class Demonstration:
 
     @property
     def classes(self) -> int:
-        """How many the model tells apart; 0 for one without classifier."""
-        model: Any = self.plain
+        """Number of classes; 0 without a classifier."""
+        model: Any = self.baseline
         return getattr(model, "num_classes", 0)
 
     def speed(self, *, batch: int, rounds: int, after_round: Callable[[], object] = lambda: None) -> Speed:
-        """Both models on the same batch of photographs, in turns."""
+        """Both models on the same batch of photographs, interleaved."""
         pixels = self.pixels[torch.arange(batch) % len(self.pixels)]
-        forwards = {"plain": lambda: self.plain(pixels), "fused": lambda: self.fused(pixels)}
+        forwards = {"baseline": lambda: self.baseline(pixels), "fused": lambda: self.fused(pixels)}
         timings = time_interleaved(
             forwards, device=pixels.device, rounds=rounds, warmup=WARMUP, after_round=after_round
         )
         return Speed(
-            plain_images_per_second=batch / timings["plain"].median,
+            baseline_images_per_second=batch / timings["baseline"].median,
             fused_images_per_second=batch / timings["fused"].median,
-            speedup=timings["fused"].speedup_over(timings["plain"]),
+            speedup=timings["fused"].speedup_over(timings["baseline"]),
             spread=max(timing.spread for timing in timings.values()),
             rounds=rounds,
             batch=batch,
@@ -133,23 +126,23 @@ class Demonstration:
         )
 
     @torch.inference_mode()
-    def answers(self) -> tuple[Fidelity, list[Answer]]:
-        """How near the fused model's answers are to the plain one's, and what both say of each photograph."""
-        plain, fused = run_model(self.plain, self.pixels), run_model(self.fused, self.pixels)
-        fidelity = average(score(fused, plain, None, classifies=self.classes > 0))
+    def predictions(self) -> tuple[Fidelity, list[Prediction]]:
+        """The fidelity of the fused model to the baseline, and the predictions of both; none without a classifier."""
+        baseline, fused = run_model(self.baseline, self.pixels), run_model(self.fused, self.pixels)
+        fidelity = average(score(fused, baseline, None, classifies=self.classes > 0))
         if not self.classes:
             return fidelity, []
-        words = class_words(self.plain)
-        rows = zip(self.names, _firsts(plain, words), _firsts(fused, words), strict=True)
-        return fidelity, [Answer(name, *before, *after) for name, before, after in rows]
+        words = class_words(self.baseline)
+        rows = zip(self.names, _top1(baseline, words), _top1(fused, words), strict=True)
+        return fidelity, [Prediction(name, *before, *after) for name, before, after in rows]
 
     def picture(self, after_image: Callable[[], object] = lambda: None) -> Image.Image:
-        """Every photograph and what its patches became."""
+        """A contact sheet of all photographs."""
         blocks = choose_blocks(None, len(self.plan.reductions))
-        return gallery(self.fused, list(self.pixels), self.preprocessing, blocks=blocks, after_image=after_image)
+        return contact_sheet(self.fused, list(self.pixels), self.preprocessing, blocks=blocks, after_image=after_image)
 
 
-def _firsts(output: Output, words: Sequence[str]) -> list[tuple[str, float]]:
-    """The first answer for each image and its probability."""
-    first = output.logits.double().softmax(dim=1).max(dim=1)
-    return list(zip([words[number] for number in first.indices.tolist()], first.values.tolist(), strict=True))
+def _top1(output: Output, words: Sequence[str]) -> list[tuple[str, float]]:
+    """The most probable class of each image and its probability."""
+    top = output.logits.double().softmax(dim=1).max(dim=1)
+    return list(zip([words[index] for index in top.indices.tolist()], top.values.tolist(), strict=True))

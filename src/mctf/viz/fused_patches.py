@@ -1,4 +1,10 @@
-"""Images from files, and what a model sees of them as people see it."""
+"""Pictures of one image after fusion, as in the paper's figure of fused tokens, and the images they are drawn from.
+
+The patches of one token have their mean color and a border in the token's own color. Single patches keep their pixels.
+Dropped patches are pale gray with stripes.
+
+Axes: rows and columns of patches; H and W pixels.
+"""
 
 import colorsys
 import math
@@ -13,12 +19,22 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
+from .._utils import first_line
 from ..data import Preprocessing
 from ..errors import MctfError
 
+# Steps of a two-dimensional low-discrepancy sequence (powers of the inverse plastic number): hues of neighboring
+# patches lie far apart for any number of columns.
+_HUE_PER_ROW = 0.7548776662466927
+_HUE_PER_COLUMN = 0.5698402909980532
+
+_SEAM = 0.72  # brightness of the thin line between two single patches
+_PALE = (135, 215)  # grays of black and of white pixels of dropped patches
+_STRIPE = 70  # gray of the stripes over them
+
 
 def open_image(path: Path) -> Image.Image:
-    """An RGB image, upright, wholly decoded; raises MctfError for what is missing, damaged or no image."""
+    """An RGB image, upright and fully decoded; raises MctfError for a missing, damaged or other file."""
     if path.is_dir():
         raise MctfError(f"{path} is a folder: name the images in it")
     if not path.is_file():
@@ -26,48 +42,32 @@ def open_image(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as failure:  # decoders of damaged files raise whatever they trip over
-        reason = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
-        raise MctfError(f"{path} cannot be read as an image: {reason}") from None
+    except Exception as failure:  # decoders raise many types for damaged files
+        raise MctfError(f"{path} cannot be read as an image: {first_line(failure)}") from None
 
 
-def seen_image(tensor: Tensor, preprocessing: Preprocessing) -> Image.Image:
-    """The crop that became this input of the model (3 H W), in its own colours again."""
+def to_image(tensor: Tensor, preprocessing: Preprocessing) -> Image.Image:
+    """A model input (3 H W) as an image: the normalization is undone."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (preprocessing.mean, preprocessing.std))
     return to_pil_image((tensor.cpu() * std + mean).clamp(0, 1))
 
 
-# MERGED from mctf.viz.fused_patches:
-# A picture of one image after fusion: patches that became one token share a colour and a border.
-#
-# As in the paper's figure of fused tokens: the patches of one token carry their mean colour, and a border in the
-# token's own colour runs wherever another token begins. Patches still alone keep their pixels. Patches that were dropped
-# are pale grey with stripes.
-#
-# Axes: rows and columns of patches; H and W pixels.
-
-# Steps of a two-dimensional low-discrepancy sequence (powers of the inverse plastic number): hues of neighbouring
-# patches lie far apart whatever the number of columns.
-_HUE_A_ROW = 0.7548776662466927
-_HUE_A_COLUMN = 0.5698402909980532
-
-_SEAM = 0.72  # how much light a thin line between two unfused patches leaves
-_PALE = (135, 215)  # greys of black and of white pixels that were dropped
-_STRIPE = 70  # grey of the stripes over them
+def enlarge(image: Image.Image, scale: int) -> Image.Image:
+    return image.resize((image.width * scale, image.height * scale), Image.Resampling.LANCZOS)
 
 
 def patch_grid(patches: int, *, height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of the square patches that cover an image; raises MctfError where none do."""
-    density = math.sqrt(max(patches, 0) / (height * width))  # patches a pixel along one side
+    """Rows and columns of the square patches that cover an image; raises MctfError where there is no such grid."""
+    density = math.sqrt(max(patches, 0) / (height * width))  # patches per pixel along one side
     rows, columns = round(height * density), round(width * density)
     if patches < 1 or rows * columns != patches:
         raise MctfError(f"{patches} patches form no grid of squares over a {height}x{width} image")
     return rows, columns
 
 
-def group_colour(row: int, column: int) -> tuple[int, int, int]:
-    """The colour of a fused token whose first patch lies here; strong, and unlike that of nearby groups."""
-    hue = (row * _HUE_A_ROW + column * _HUE_A_COLUMN) % 1
+def group_color(row: int, column: int) -> tuple[int, int, int]:
+    """The border color of a token whose first patch lies here: saturated, and unlike that of nearby tokens."""
+    hue = (row * _HUE_PER_ROW + column * _HUE_PER_COLUMN) % 1
     saturation, value = ((0.95, 1.0), (0.65, 1.0), (0.9, 0.8))[(row + column) % 3]
     red, green, blue = colorsys.hsv_to_rgb(hue, saturation, value)
     return round(255 * red), round(255 * green), round(255 * blue)
@@ -81,29 +81,29 @@ def fused_picture(
     dropped: ArrayLike | None = None,
     scale: int = 3,
 ) -> Image.Image:
-    """The image with every fused group of patches in its mean colour and inside its own border.
+    """The image with every fused group of patches in its mean color and inside its own border.
 
     slots: the token of each patch, row by row: a source map without its prefix tokens.
-    grid: rows and columns of patches. dropped: whether each patch was dropped, none of them by default; its slot then
-    means nothing. scale: pixels of the picture a pixel of the image.
+    grid: rows and columns of patches. dropped: whether each patch is dropped, none of them by default; the slot of a
+    dropped patch is ignored. scale: picture pixels per image pixel.
 
-    A group's colour follows from the place of its first patch, so it stays the same from block to block for as
-    long as that patch leads the group.
+    A group's border color depends on the position of its first patch, so it stays the same from block to block while
+    that patch remains the first.
     """
     groups = _Groups.of(slots, grid, dropped)
     image = image.convert("RGB")
-    large = image.resize((image.width * scale, image.height * scale), Image.Resampling.LANCZOS)
+    large = enlarge(image, scale)
     pixels = np.asarray(large)
     labels = groups.labels(large.height, large.width)
     fused = groups.fused[labels]
 
     side = min(large.height // grid[0], large.width // grid[1])
-    picture = np.where(fused[..., None], groups.mean_colours(np.asarray(image))[labels], pixels)
+    picture = np.where(fused[..., None], groups.mean_colors(np.asarray(image))[labels], pixels)
     picture = np.where(groups.dropped[labels][..., None], _striped(large, side), picture)
     border = fused & _near_another(labels, max(1, side // 14))
     seam = ~fused & _near_another(labels, 1)
     picture = np.where(seam[..., None], picture * _SEAM, picture)
-    picture = np.where(border[..., None], groups.colours()[labels], picture)
+    picture = np.where(border[..., None], groups.colors()[labels], picture)
     return Image.fromarray(picture.round().astype(np.uint8))
 
 
@@ -112,7 +112,7 @@ class _Groups:
     """Patches numbered by group.
 
     index: rows x columns, the group of each patch, 0 … groups - 1. first: the first patch of each group.
-    dropped: whether a group is that of all dropped patches. fused: whether another has more than one patch.
+    dropped: true for the group of all dropped patches. fused: true for any other group of more than one patch.
     """
 
     index: NDArray[Any]
@@ -123,14 +123,14 @@ class _Groups:
     @classmethod
     def of(cls, slots: ArrayLike, grid: tuple[int, int], dropped: ArrayLike | None) -> "_Groups":
         flat = np.asarray(slots)
-        gone = np.zeros(flat.shape, dtype=bool) if dropped is None else np.asarray(dropped, dtype=bool)
-        for values, kind in ((flat, "slot"), (gone, "mark of dropping")):
+        is_dropped = np.zeros(flat.shape, dtype=bool) if dropped is None else np.asarray(dropped, dtype=bool)
+        for values, kind in ((flat, "slot"), (is_dropped, "dropped flag")):
             if values.shape != (grid[0] * grid[1],):
                 shape = values.shape
                 raise MctfError(f"expected one {kind} for each of {grid[0]}x{grid[1]} patches, got shape {shape}")
-        alike = np.where(gone, flat.min() - 1, flat)
-        _, first, index, counts = np.unique(alike, return_index=True, return_inverse=True, return_counts=True)
-        return cls(index.reshape(grid), first, gone[first], (counts > 1) & ~gone[first])
+        group_keys = np.where(is_dropped, flat.min() - 1, flat)
+        _, first, index, counts = np.unique(group_keys, return_index=True, return_inverse=True, return_counts=True)
+        return cls(index.reshape(grid), first, is_dropped[first], (counts > 1) & ~is_dropped[first])
 
     def labels(self, height: int, width: int) -> NDArray[Any]:
         """The group of every pixel, H W."""
@@ -139,30 +139,30 @@ class _Groups:
         column = np.arange(width) * columns // width
         return self.index[row[:, None], column]
 
-    def mean_colours(self, pixels: NDArray[Any]) -> NDArray[Any]:
-        """Mean colour of each group over the pixels (H W 3) of all its patches: groups x 3."""
+    def mean_colors(self, pixels: NDArray[Any]) -> NDArray[Any]:
+        """Mean color of each group over the pixels (H W 3) of all its patches: groups x 3."""
         labels = self.labels(*pixels.shape[:2]).ravel()
         sums = [np.bincount(labels, weights=channel, minlength=len(self.first)) for channel in pixels.reshape(-1, 3).T]
         return np.stack(sums, axis=1) / np.bincount(labels, minlength=len(self.first))[:, None]
 
-    def colours(self) -> NDArray[Any]:
-        """Border colour of each group: groups x 3."""
+    def colors(self) -> NDArray[Any]:
+        """Border color of each group: groups x 3."""
         columns = self.index.shape[1]
-        return np.array([group_colour(*divmod(int(patch), columns)) for patch in self.first])
+        return np.array([group_color(*divmod(int(patch), columns)) for patch in self.first])
 
 
 def _striped(image: Image.Image, side: int) -> NDArray[Any]:
-    """The image in pale grey under falling stripes, three to a patch of so many pixels: H W 3."""
+    """The image in pale gray under diagonal stripes, three per patch of `side` pixels: H W 3."""
     black, white = _PALE
-    grey = black + np.asarray(image.convert("L")) * ((white - black) / 255)
+    gray = black + np.asarray(image.convert("L")) * ((white - black) / 255)
     period, width = max(3, side // 3), max(1, side // 14)
-    row, column = np.indices(grey.shape)
+    row, column = np.indices(gray.shape)
     stripes = (column - row) % period < width
-    return np.repeat(np.where(stripes, _STRIPE, grey)[..., None], 3, axis=2)
+    return np.repeat(np.where(stripes, _STRIPE, gray)[..., None], 3, axis=2)
 
 
 def _near_another(labels: NDArray[Any], distance: int) -> NDArray[Any]:
-    """Pixels with one of another group, or the picture's edge, within this distance in any of eight directions."""
+    """Pixels within this distance of another group or the picture's edge, in any of eight directions."""
     height, width = labels.shape
     padded = np.pad(labels, distance, constant_values=-1)
     result = np.zeros(labels.shape, dtype=bool)

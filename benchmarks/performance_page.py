@@ -1,0 +1,115 @@
+"""Table and plot of docs/performance.md from benchmarks/results/h200_*.json: `python benchmarks/performance_page.py`.
+
+`benchmarks/run_tables.py` measures these files. The page has a begin and an end comment around the table.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/performance.md"
+PLOT = ROOT / "docs/images/speedup.svg"
+BEGIN, END = "<!-- begin: benchmarks/performance_page.py -->", "<!-- end -->"
+COLUMNS = {
+    "baseline": "baseline",
+    "baseline_matmul": "baseline, matmul",
+    "mctf": "`mctf`",
+    "mctf_exact": "`mctf_exact`",
+    "tome": "`tome`",
+    "free_drop_conv": "free drop",
+    "free_drop": "free drop, matmul",
+}
+ALIASES = {"plain": "baseline", "free_drop, own patch embedding": "free_drop_conv"}
+NOISY = 0.05  # spreads above this are shown beside the number
+TITLE = re.compile(r"(?P<model>\w+), r=(?P<r>[\w.]+), batch (?P<batch>\d+), (?P<size>\d+)x\d+,")
+
+
+def read_tables(folder: Path) -> list[dict[str, Any]]:
+    """One table per file: its setting, and its contenders by name; the setting orders them."""
+    tables = []
+    for path in sorted(folder.glob("h200_*.json")):
+        facts = json.loads(path.read_text())
+        (table,) = facts["tables"]
+        setting = TITLE.match(table["title"]).groupdict()
+        tables.append(
+            {
+                **setting,
+                "pass": "training" if facts["training"] else "inference",
+                "graph": facts["compiled"] == "reduce-overhead",
+                "rows": {ALIASES.get(row["name"], row["name"]): row for row in table["rows"]},
+            }
+        )
+    return sorted(
+        tables, key=lambda each: (each["pass"], int(each["size"]), each["model"], each["r"], -int(each["batch"]))
+    )
+
+
+def label(table: dict[str, Any]) -> str:
+    model = table["model"].removesuffix(f"_patch16_{table['size']}").removesuffix("_patch16_224")
+    size = "" if table["size"] == "224" else f", {table['size']} px"
+    return (
+        f"{'training ' if table['pass'] == 'training' else ''}{model}{size}, r={table['r']}, batch {table['batch']}"
+        f"{', graph' if table['graph'] else ''}"
+    )
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """Milliseconds, then speed-ups over the baseline and over `baseline_matmul`, and the spread where it is large."""
+    if row is None:
+        return ""
+    remarks = [f"{row[key]:.2f}x" for key in ("speedup", "speedup_over_matmul") if row["r"] != 0 and row.get(key)]
+    remarks += [f"spread {row['spread']:.0%}"] * (row["spread"] > NOISY)
+    return f"{row['milliseconds']:.2f}" + (f" ({', '.join(remarks)})" if remarks else "")
+
+
+def overhead(rows: dict[str, dict[str, Any]]) -> str:
+    """Time of mctf_exact over that of dropping as many tokens: the cost of matching and pooling."""
+    return f"{rows['mctf_exact']['milliseconds'] / rows['free_drop']['milliseconds'] - 1:+.0%}"
+
+
+def make_table(tables: list[dict[str, Any]]) -> str:
+    names = [name for name in COLUMNS if any(name in table["rows"] for table in tables)]
+    lines = [f"| | {' | '.join(COLUMNS[name] for name in names)} | overhead |", "|---|" + "---:|" * (len(names) + 1)]
+    for table in tables:
+        cells = [cell(table["rows"].get(name)) for name in names]
+        lines.append(f"| {label(table)} | {' | '.join(cells)} | {overhead(table['rows'])} |")
+    return "\n".join(lines)
+
+
+def make_page(text: str, tables: list[dict[str, Any]]) -> str:
+    """The page with its table replaced."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{PAGE} lacks {BEGIN} or {END}")
+    return f"{before}{BEGIN}\n{make_table(tables)}\n{END}{after}"
+
+
+def draw_plot(tables: list[dict[str, Any]], path: Path) -> None:
+    """Speed-up of every fused model over the baseline, beside the free-drop upper bound."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    marks = {"mctf_exact": "o", "mctf": "s", "tome": "^", "free_drop": "|"}
+    with rc_context({"svg.hashsalt": "mctf", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(8, 0.3 * len(tables) + 1), layout="constrained")
+        axes = figure.subplots()
+        for name, mark in marks.items():
+            points = [(table["rows"][name]["speedup"], at) for at, table in enumerate(tables) if name in table["rows"]]
+            text = "free drop, matmul (upper bound)" if name == "free_drop" else name
+            style = {"color": "black", "markersize": 12} if name == "free_drop" else {"markersize": 6}
+            axes.plot(*zip(*points, strict=True), mark, label=text, linestyle="none", **style)
+        axes.axvline(1, color="gray", linewidth=0.8)
+        axes.set(xlabel="times the baseline's speed", yticks=range(len(tables)), yticklabels=[label(t) for t in tables])
+        axes.invert_yaxis()
+        axes.grid(axis="x", alpha=0.3)
+        figure.legend(loc="outside lower center", ncols=len(marks), frameon=False)
+        figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    measured = read_tables(ROOT / "benchmarks/results")
+    PAGE.write_text(make_page(PAGE.read_text(), measured))
+    draw_plot(measured, PLOT)

@@ -1,0 +1,97 @@
+"""Documents name files, functions, tests and commands that exist."""
+
+import ast
+import re
+import runpy
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+PATH = re.compile(r"`((?:src|tests|docs|benchmarks|examples|recipes)/[\w./-]+)`")
+MAKE = re.compile(r"(?:^|`|\s{4}|run: )make ((?:[a-z-]+ ?)+)", re.MULTILINE)
+FUNCTION = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
+TEST = re.compile(r"`([\w/]+\.py)(?:::(\w+))?`")
+
+
+def broken_paths(document: Path, text: str) -> list[str]:
+    """Links and paths of a document that lead to no file."""
+    links = [link for link in LINK.findall(text) if "://" not in link and not link.startswith("mailto:")]
+    targets = [(link, document.parent / link) for link in links]
+    targets += [(path, ROOT / path) for path in PATH.findall(text)]
+    return [name for name, target in targets if not target.exists()]
+
+
+@cache
+def definitions(path: Path) -> frozenset[str]:
+    """Names defined in a file: functions, classes, and `Class.method`."""
+    names = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        if isinstance(node, ast.ClassDef):
+            names += [f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)]
+    return frozenset(names)
+
+
+def broken_references(text: str) -> list[str]:
+    """References of the paper map to functions below src/mctf and tests below tests that are not there."""
+    functions = [(ROOT / "src/mctf" / path, name) for path, name in FUNCTION.findall(text)]
+    tests = [(ROOT / "tests" / path, name) for path, name in TEST.findall(text)]
+    assert len(functions) > 15
+    assert len(tests) > 15
+    return [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, name in functions + tests
+        if not path.exists() or (name and name not in definitions(path))
+    ]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_paths_lead_to_files(document: Path) -> None:
+    assert broken_paths(document, document.read_text()) == []
+
+
+def test_a_broken_link_is_noticed() -> None:
+    text = "[here](nowhere.md#a), [there](../README.md) and `src/mctf/nothing.py`"
+    assert broken_paths(ROOT / "docs/page.md", text) == ["nowhere.md", "src/mctf/nothing.py"]
+
+
+def test_the_paper_map_names_functions_and_tests_that_exist() -> None:
+    assert broken_references((ROOT / "docs/paper_map.md").read_text()) == []
+
+
+def test_a_renamed_function_is_noticed() -> None:
+    text = (ROOT / "docs/paper_map.md").read_text()
+    changed = text.replace("core/attention.py: attend`", "core/attention.py: attended`", 1)
+    assert changed != text
+    assert broken_references(changed) == ["src/mctf/core/attention.py: attended"]
+
+
+def test_commands_of_make_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"test", "test-all", "check", "wheel", "coverage"} <= targets
+    files = [*DOCUMENTS, ROOT / ".ci/run", ROOT / ".github/workflows/ci.yml"]
+    named = {word for file in files for words in MAKE.findall(file.read_text()) for word in words.split()}
+    assert {"check", "test-all"} <= named <= targets
+
+
+def test_every_extra_is_named_correctly() -> None:
+    """`mctf[EXTRA]` in documents and messages is an extra of pyproject.toml."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [*DOCUMENTS, *(ROOT / "src").rglob("*.py")]
+    named = {name for file in files for name in re.findall(r"mctf\[([a-z]+)\]", file.read_text())}
+    assert {"demo", "hf"} <= named <= set(extras)
+
+
+def test_the_performance_table_is_that_of_the_result_files() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks/performance_page.py"))
+    text = (ROOT / "docs/performance.md").read_text()
+    tables = script["read_tables"](ROOT / "benchmarks/results")
+    assert script["make_page"](text, tables) == text, "run make docs"
+    tables[0]["rows"]["mctf_exact"]["milliseconds"] += 1
+    assert script["make_page"](text, tables) != text
