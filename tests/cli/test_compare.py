@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 import mctf
 from helpers.command_line import Command
 from helpers.images import write_folder
+from mctf.cli.compare import _known_methods
 
+METHODS = ("mctf", "mctf_exact", "tome", "dynamic_vit", "a_vit", "ia_red2")
 OWN_COST = {"a_vit", "ia_red2"}
 TARGET = 0.024  # GFLOPs; test_vit has 0.038
 LOW = 0.0175  # out of reach of EViT, which acts in three of its six blocks
@@ -35,9 +37,9 @@ def basic(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     return (*words, "--batch-size", 4)
 
 
-def test_all_methods_as_json_in_a_file_and_a_plot(run: Command, basic: tuple[object, ...], tmp_path: Path) -> None:
+def test_json_in_a_file_and_a_plot(run: Command, basic: tuple[object, ...], tmp_path: Path) -> None:
     files = ("--output", tmp_path / "found.json", "--plot", tmp_path / "found.svg")
-    answer = run(*basic, "--gflops", f"{TARGET},9,0.03", "--json", *files)
+    answer = run(*basic, "--gflops", f"{TARGET},9,0.03", "--methods", ",".join(METHODS), "--json", *files)
     assert answer.code == 0, answer.err
     assert answer.err == ""
     found = json.loads(answer.out)
@@ -45,7 +47,7 @@ def test_all_methods_as_json_in_a_file_and_a_plot(run: Command, basic: tuple[obj
     assert found["images"] == 6
     assert found["targets"] == [TARGET, 9, 0.03]
     assert found["baseline"]["kl"] == 0
-    assert {row["method"] for row in found["rows"]} == set(mctf.methods())
+    assert {row["method"] for row in found["rows"]} == set(METHODS)
     ranked = [row for row in found["rows"] if row["target_gflops"] is not None]
     keys = [(row["target_gflops"], row["kl"]) for row in ranked]
     assert keys == sorted(keys)
@@ -86,6 +88,11 @@ def test_runs_are_alike(run: Command, basic: tuple[object, ...]) -> None:
         torch.manual_seed(seed)
         losses.append(json.loads(run(*words).out)["rows"][0]["kl"])
     assert losses[0] == losses[1] > 0
+
+
+def test_all_are_all_registered_methods() -> None:
+    assert _known_methods(["all"]) == list(mctf.methods())
+    assert _known_methods(["tome", "mctf", "tome"]) == ["tome", "mctf"]
 
 
 @pytest.mark.parametrize(
