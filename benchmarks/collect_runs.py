@@ -1,8 +1,8 @@
 """The runs of recipes/tiny_imagenet as one result: `python benchmarks/collect_runs.py RUNS OUTPUT`.
 
-RUNS holds what `mctf finetune --output RUNS/NAME` left, NAME being that of the recipe, with `-SEED` behind it where
-there are several; and `eval-NAME.json` files of `mctf eval --json`. OUTPUT.json gets every run with its command, its
-recipe and its accuracy at each r; OUTPUT.md the means over seeds as a table; OUTPUT.png the same over GFLOPs.
+RUNS holds the output folders of `mctf finetune --output RUNS/NAME`, where NAME is that of the recipe, followed by
+`-SEED` if there are several seeds, and `eval-NAME.json` files of `mctf eval --json`. OUTPUT.json gets every run with
+its command, recipe and accuracy at each r; OUTPUT.md a table of means over seeds; OUTPUT.png the same over GFLOPs.
 """
 
 import csv
@@ -17,10 +17,10 @@ from mctf.cli.output import write_text
 from mctf.viz.plots import Line, Panel, draw, write_plot
 
 LABELS = {
-    "base": "base, off the shelf",
-    "eval-base-exact": "base, exact variant off the shelf",
-    "eval-base-tome": "base, ToMe off the shelf",
-    "plain": "trained on plainly",
+    "base": "base model, off the shelf",
+    "eval-base-exact": "base model, exact variant off the shelf",
+    "eval-base-tome": "base model, ToMe off the shelf",
+    "plain": "fine-tuned without fusion",
     "cross_entropy": "MCTF, cross-entropy",
     "consistency": "MCTF, consistency",
     "consistency_exact": "exact variant, consistency",
@@ -33,13 +33,13 @@ Runs = dict[str, list[dict[str, Any]]]
 
 def read_runs(folder: Path) -> Runs:
     """Every finished run, under the name of its recipe."""
-    found: Runs = defaultdict(list)
+    runs: Runs = defaultdict(list)
     for path in sorted(folder.glob("*/evaluation.json")):
         facts = json.loads(path.read_text())
         name, _, seed = path.parent.name.rpartition("-")
         if not seed.isdigit():
             name = path.parent.name
-        found[name].append(
+        runs[name].append(
             {
                 "name": path.parent.name,
                 **{key: facts.get(key) for key in ("command", "device", "versions", "commit", "recipe", "rows")},
@@ -48,12 +48,12 @@ def read_runs(folder: Path) -> Runs:
         )
     for path in sorted(folder.glob("eval-*.json")):
         facts = json.loads(path.read_text())
-        found[path.stem].append({"name": path.stem, "command": facts["command"], "rows": facts["rows"]})
-    return found
+        runs[path.stem].append({"name": path.stem, "command": facts["command"], "rows": facts["rows"]})
+    return runs
 
 
 def training_seconds(log: Path, batch: int) -> float:
-    """How long the steps took, from the images/s in the log; compiling, reading and evaluating are not in it."""
+    """Time of the steps, from the images/s in the log; without compilation, data loading and evaluation."""
     seconds, before = 0.0, 0
     for line in csv.DictReader(log.open()):
         step = int(line["step"])
@@ -63,36 +63,36 @@ def training_seconds(log: Path, batch: int) -> float:
 
 
 def table(runs: Runs) -> str:
-    """Top-1 over r, in Markdown: means over seeds and, of several, the standard deviation."""
-    steps = sorted({row["r"] for found in runs.values() for run in found for row in run["rows"]})
+    """Top-1 over r in Markdown: means over seeds, with the standard deviation of several."""
+    steps = sorted({row["r"] for seeds in runs.values() for run in seeds for row in run["rows"]})
     lines = [
         "| | seeds | " + " | ".join(f"r={r}" for r in steps) + " |",
         "|---|---|" + "---|" * len(steps),
     ]
-    for name, found in _in_order(runs):
-        cells = [_cell([row["top1"] for run in found for row in run["rows"] if row["r"] == r]) for r in steps]
-        lines.append(f"| {LABELS.get(name, name)} | {len(found)} | " + " | ".join(cells) + " |")
+    for name, seeds in _in_order(runs):
+        cells = [_cell([row["top1"] for run in seeds for row in run["rows"] if row["r"] == r]) for r in steps]
+        lines.append(f"| {LABELS.get(name, name)} | {len(seeds)} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _cell(values: list[float]) -> str:
     if not values:
         return "-"
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{spread}"
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{deviation}"
 
 
 def _in_order(runs: Runs) -> list[tuple[str, list[dict[str, Any]]]]:
-    known = [name for name in LABELS if name in runs]
-    return [(name, runs[name]) for name in (*known, *sorted(set(runs) - set(known)))]
+    labeled = [name for name in LABELS if name in runs]
+    return [(name, runs[name]) for name in (*labeled, *sorted(set(runs) - set(labeled)))]
 
 
 def lines(runs: Runs) -> tuple[Line, ...]:
-    """Mean top-1 over GFLOPs, one line for each recipe."""
+    """Mean top-1 over GFLOPs, one line per recipe."""
     drawn = []
-    for name, found in _in_order(runs):
+    for name, seeds in _in_order(runs):
         points = defaultdict(list)
-        for run in found:
+        for run in seeds:
             for row in run["rows"]:
                 points[row["gflops"]].append(row["top1"])
         means = tuple((cost, statistics.mean(values)) for cost, values in sorted(points.items()))

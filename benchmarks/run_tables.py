@@ -1,9 +1,11 @@
-"""All tables of docs/performance.md in one go: `python benchmarks/run_tables.py FOLDER [NAME …]`.
+"""All GPU tables of docs/performance.md: `python benchmarks/run_tables.py FOLDER [NAME …]`.
 
-torch.compile takes minutes a table and uses the CPU; measuring takes seconds and needs the GPU for itself. So every
-table is a process of its own: they compile side by side, wait for each other, and then measure one after the other. One
-that still compiles when patience ends is given up: it would disturb the others. FOLDER gets one JSON file and one text
-file a table; the names of tables choose some of them.
+torch.compile takes minutes per table and uses the CPU; measuring takes seconds and needs the whole GPU. Every table is
+therefore a process: all compile in parallel, wait for each other, and then measure one after the other. A table that
+is still compiling after PATIENCE seconds is stopped, as it would disturb the others.
+
+FOLDER gets one JSON file and one text file per table; NAMEs select tables. All tables are in bfloat16, so each has
+both baselines, with the patch embedding as a convolution and as a matrix product, and speed-ups over both.
 """
 
 import argparse
@@ -38,12 +40,12 @@ TABLES = {
     "h200_vit_small_1024_batch4": "vit_small_patch16_224 --image-size 1024 -r 0.1 -m mctf_exact --batch 4",
     "h200_vit_small_1024_fast_batch4": "vit_small_patch16_224 --image-size 1024 -r fast -m mctf_exact --batch 4",
 }
-PATIENCE = 420  # seconds that all tables have to compile
+PATIENCE = 420  # seconds for all tables to compile
 GATE, TABLE = "MCTF_TABLES_GATE", "MCTF_TABLES_TABLE"
 
 
 def measure_one_at_a_time() -> None:
-    """Make `mctf bench` of this process wait, compiled and warm, until it may have the machine."""
+    """Make `mctf bench` in this process wait, compiled and warm, for exclusive use of the machine."""
     from mctf.evaluation import benchmark
 
     repeats, parent = benchmark._repeats, os.getppid()
@@ -53,7 +55,7 @@ def measure_one_at_a_time() -> None:
         (gate / os.environ[TABLE]).touch()
         while not (gate / "open").exists():
             if os.getppid() != parent:
-                sys.exit("the program that started this table is gone")
+                sys.exit("the program that started this table has ended")
             time.sleep(0.5)
         wait_and_repeat.lock = (gate / "lock").open("w")  # held until the process ends
         fcntl.flock(wait_and_repeat.lock, fcntl.LOCK_EX)
@@ -64,12 +66,12 @@ def measure_one_at_a_time() -> None:
 
 def start(name: str, folder: Path, gate: Path) -> subprocess.Popen:
     words = shlex.split(f"bench {TABLES[name]} {COMMON} --output {shlex.quote(str(folder / name))}.json")
-    surroundings = os.environ | {GATE: str(gate), TABLE: name, "TORCHINDUCTOR_COMPILE_THREADS": "6"}
+    environment = os.environ | {GATE: str(gate), TABLE: name, "TORCHINDUCTOR_COMPILE_THREADS": "6"}
     (folder / f"{name}.json").unlink(missing_ok=True)  # of an earlier run
     with (folder / f"{name}.txt").open("w") as text:
         return subprocess.Popen(
             [sys.executable, __file__, "--", *words],
-            env=surroundings,
+            env=environment,
             stdout=text,
             stderr=text,
             start_new_session=True,  # with its compilers, so that all can be stopped together
@@ -77,7 +79,7 @@ def start(name: str, folder: Path, gate: Path) -> subprocess.Popen:
 
 
 def open_when_ready(running: dict[str, subprocess.Popen], gate: Path, deadline: float) -> None:
-    """Let the tables measure once all are compiled, or once patience ends and the others are given up."""
+    """Let the tables measure once all are compiled, or at the deadline, which stops those still compiling."""
     late = [name for name in running if not (gate / name).exists()]
     if late and time.time() < deadline:
         return
@@ -88,7 +90,7 @@ def open_when_ready(running: dict[str, subprocess.Popen], gate: Path, deadline: 
 
 
 def run_all(folder: Path, names: list[str]) -> int:
-    """Start every table, report each as it ends; how many failed."""
+    """Start every table and report each as it ends; returns how many failed."""
     folder.mkdir(parents=True, exist_ok=True)
     gate = Path(tempfile.mkdtemp())
     deadline = time.time() + PATIENCE
@@ -101,7 +103,7 @@ def run_all(folder: Path, names: list[str]) -> int:
 
 
 def _watch(running: dict[str, subprocess.Popen], gate: Path, deadline: float) -> int:
-    """Report tables, and take them off the list, as they end; how many failed."""
+    """Report and remove tables as they end; returns how many failed."""
     failed = 0
     while running:
         time.sleep(0.5)
@@ -125,7 +127,7 @@ if __name__ == "__main__":
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("folder", type=Path, metavar="FOLDER")
         parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TABLES))
-        asked = parser.parse_args()
-        if unknown := sorted(set(asked.names) - set(TABLES)):
+        arguments = parser.parse_args()
+        if unknown := sorted(set(arguments.names) - set(TABLES)):
             parser.error(f"no such table: {', '.join(unknown)}; there are {', '.join(TABLES)}")
-        sys.exit(run_all(asked.folder, asked.names or list(TABLES)))
+        sys.exit(run_all(arguments.folder, arguments.names or list(TABLES)))

@@ -3,7 +3,7 @@
 import pytest
 
 from mctf._utils import format_blocks, format_counts, plural
-from mctf.evaluation.setup import title_of
+from mctf.cli.tables import run_title
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 images"), (1, "1 image"), (2, "2 images"), (11, "11 images")])
@@ -17,8 +17,8 @@ def test_a_plural_of_its_own() -> None:
 
 def test_the_title_of_a_measurement_speaks_of_one_image() -> None:
     facts = {"model": "embedded", "images": 1, "data": "cats", "device": "cpu", "dtype": "float32"}
-    assert title_of(facts) == "embedded on 1 image of cats, cpu, float32"
-    assert title_of(facts | {"images": 12}).startswith("embedded on 12 images of cats")
+    assert run_title(facts) == "embedded on 1 image of cats, cpu, float32"
+    assert run_title(facts | {"images": 12}).startswith("embedded on 12 images of cats")
 
 
 @pytest.mark.parametrize(

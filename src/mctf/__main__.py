@@ -1,4 +1,4 @@
-"""`python -m mctf` and `torchrun -m mctf`: the same as the command `mctf`."""
+"""`python -m mctf` and `torchrun -m mctf`: the `mctf` command."""
 
 from .cli import main
 

@@ -95,16 +95,20 @@ def plan(
     method: str = "mctf",
     image_size: int | tuple[int, int] | None = None,
     dense: bool = False,
+    architecture: Architecture | None = None,
     **options: object,
 ) -> Plan:
-    """Token counts and GFLOPs of a model (or its name: timm's, or hf:NAME) under a setting, without running it."""
+    """Token counts and GFLOPs of a model (or its name: timm's, or hf:NAME) under a setting, without running it.
+
+    architecture: of this model at this image size, to plan many settings without working it out for each.
+    """
     check_bool(dense=dense)
     size = None if image_size is None else parse_image_size(image_size)
     chosen = make_method(method, options)
     module = create_empty(model, image_size=size) if isinstance(model, str) else model
     host = find_host(module)
     chosen = chosen.resolve(class_token=host.class_token)
-    architecture = host.architecture(size)
+    architecture = host.architecture(size) if architecture is None else architecture
     depth = len(architecture.blocks)
     r = chosen.default_r if r is None else r
     schedule = make_schedule(r, depth=depth, blocks=read_blocks(blocks), default_blocks=chosen.default_blocks(depth))

@@ -1,4 +1,4 @@
-"""The command: its help, its errors in one line with exit code 2, and `mctf plan`."""
+"""The command: its help, its one-line errors with exit code 2, and `mctf plan`."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import mctf
 from helpers.command_line import Command
 from mctf import cli
 
-VERBS = list(cli._VERBS)
+COMMANDS = list(cli._COMMANDS)
 
 
 @pytest.fixture
@@ -19,43 +19,69 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return Command(monkeypatch, capsys)
 
 
-def imported_by(code: str) -> set[str]:
-    """Heavy packages that a fresh interpreter has loaded after this code."""
-    probe = f"import sys\n{code}\nprint(*sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    return {"torch", "timm", "numpy", "PIL"} & set(answer.stdout.split())
+PROBE = """
+import json, sys
+
+facts = {}
+
+def loaded():
+    return [name for name in ("torch", "timm", "numpy", "PIL", "skimage") if name in sys.modules]
+
+def run(*words):
+    sys.argv = ["mctf", *words]
+    main()
+
+import mctf
+mctf.__version__, dir(mctf)
+from mctf.cli import main
+run("--help")
+facts["help"] = loaded()
+from mctf.viz.demo import photographs
+photographs()
+facts["photographs"] = loaded()
+print(json.dumps(facts))
+run("plan", "no_such_model")
+"""
 
 
-def test_import_and_help_need_no_torch() -> None:
-    ask = "import sys; sys.argv = ['mctf', '--help']\nfrom mctf.cli import main\ntry: main()\nexcept SystemExit: pass"
-    assert imported_by(f"import mctf; mctf.__version__; dir(mctf)\n{ask}") == set()
+@pytest.fixture(scope="module")
+def probe() -> subprocess.CompletedProcess[str]:
+    """One fresh interpreter for all that imports and exit codes are about; its last line on stdout is JSON."""
+    return subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
 
 
-def test_the_probe_notices_a_heavy_package() -> None:
-    assert imported_by("import numpy") == {"numpy"}
+def test_a_fresh_process(probe: subprocess.CompletedProcess[str]) -> None:
+    facts = json.loads(probe.stdout.splitlines()[-1])
+    assert facts["help"] == [], "import mctf and mctf --help need no torch"
+    assert "torch" in facts["photographs"], "the probe notices a heavy package"
+    assert "skimage" not in facts["photographs"], "photographs are found without importing scikit-image"
+    assert probe.returncode == 2
+    assert probe.stderr.startswith("mctf: timm has no model 'no_such_model'")
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_lists_the_verbs(command, flag: str) -> None:
+def test_help_lists_the_commands(command, flag: str) -> None:
     code, out, _ = command(flag)
     assert code == 0
-    assert all(f"  {verb} " in out for verb in VERBS)
+    assert all(f"  {name} " in out for name in COMMANDS)
 
 
-def test_the_group_knows_its_verbs() -> None:
+def test_the_group_lists_its_commands() -> None:
     context = click.Context(cli.group)
-    assert cli.group.list_commands(context) == VERBS
-    assert {"plan", "eval", "visualize", "demo"} <= set(VERBS)
+    assert cli.group.list_commands(context) == COMMANDS
+    assert {"plan", "eval", "visualize", "demo"} <= set(COMMANDS)
     assert cli.group.get_command(context, "nothing") is None
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_shows_examples(command, verb: str) -> None:
-    code, out, _ = command(verb, "--help")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_shows_examples(command, name: str) -> None:
+    code, out, _ = command(name, "--help")
     assert code == 0
     assert "Examples:" in out
-    assert f"mctf {verb}" in out.split("Examples:")[1]
+    assert f"mctf {name}" in out.split("Examples:")[1]
     assert "--json" in out
+    if name not in ("finetune", "reproduce"):
+        assert max(map(len, out.splitlines())) <= 80
 
 
 def test_version(command) -> None:
@@ -85,10 +111,13 @@ def test_plan_gives_options_to_the_method(command) -> None:
     assert json.loads(out) == mctf.plan("deit_tiny_patch16_224", attention="exact").as_dict()
 
 
-def test_plan_reads_fast(command) -> None:
-    code, out, _ = command("plan", "deit_tiny_patch16_224", "-r", "fast", "--json")
-    assert code == 0
-    assert json.loads(out)["token_counts"][-1] == 56
+@pytest.mark.parametrize(
+    ("text", "r"), [("fast", "fast"), ("1e-1", 0.1), ("0,8,8,8,8,8", (0, 8, 8, 8, 8, 8)), (" 16", 16)]
+)
+def test_r_is_read_as_by_the_library(command, text: str, r: object) -> None:
+    code, out, err = command("plan", "test_vit", "-r", text, "--json")
+    assert code == 0, err
+    assert json.loads(out)["token_counts"] == mctf.plan("test_vit", r=r).token_counts
 
 
 @pytest.mark.parametrize(
@@ -101,28 +130,46 @@ def test_plan_reads_fast(command) -> None:
         ("plan resnet18", "ResNet cannot be fused, it has no global attention"),
         (
             "plan deit_tiny_patch16_224 -r many",
-            "r='many' is not a number: write a count (16), a ratio (0.35) or 'fast'",
+            "r='many' is no",
         ),
         ("plan deit_tiny_patch16_224 -r -4", "r=-4 is negative"),
         ("plan deit_tiny_patch16_224 -r 1.5", "r=1.5 is neither"),
-        ("plan deit_tiny_patch16_224 -r nan", "r='nan' is not a number"),
-        ("plan deit_tiny_patch16_224 --blocks 3;6", "--blocks '3;6' is not a list of numbers: write 3,6,9"),
+        ("plan deit_tiny_patch16_224 -r nan", "r=nan is neither"),
+        ("plan deit_tiny_patch16_224 --blocks 3;6", "blocks '3;6' is not a list of block numbers: write 3,6,9"),
         ("plan deit_tiny_patch16_224 --blocks 12", "blocks names 12, but the model has blocks 0 to 11"),
         ("plan deit_tiny_patch16_224 --method tomi", "did you mean 'tome'?"),
-        ("plan deit_tiny_patch16_224 --image-size big", "--image-size 'big' is not a size: write 384 or 384x512"),
-        ("plan deit_tiny_patch16_224 --image-size 0", "--image-size '0' is not a size"),
+        ("plan deit_tiny_patch16_224 --image-size big", "image size 'big' is not a size: write 384 or 384x512"),
+        ("plan deit_tiny_patch16_224 --image-size 0", "image size '0' is not a size"),
         ("plan deit_tiny_patch16_224 --image-size 1x2x3", "is not a size"),
         ("plan deit_tiny_patch16_224 --jsn", "No such option"),
     ],
     ids=lambda value: value if value.startswith("p") else None,
 )
 def test_errors_are_one_line_with_exit_code_2(command, words: str, text: str) -> None:
-    code, out, err = command(*words.split(" "))
-    assert code == 2
-    assert out == ""
-    assert text in err
-    assert err.startswith("mctf: ")
-    assert err.count("\n") == 1
+    assert text in command.refusal(*words.split(" "))
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err"),
+    [
+        (0, "", "mctf: no\n"),
+        (2, "half a table", "mctf: no\n"),
+        (2, "", "mctf: no\nTraceback\n"),
+        (2, "", "no\n"),
+        (2, "", ""),
+    ],
+)
+def test_the_check_for_refusals_can_fail(
+    command, monkeypatch: pytest.MonkeyPatch, code: int, out: str, err: str
+) -> None:
+    def run() -> None:
+        print(out, end="")
+        print(err, end="", file=sys.stderr)
+        sys.exit(code)
+
+    monkeypatch.setattr(cli, "main", run)
+    with pytest.raises(AssertionError):
+        command.refusal()
 
 
 def test_interruption_is_no_traceback(command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,14 +180,3 @@ def test_interruption_is_no_traceback(command, monkeypatch: pytest.MonkeyPatch) 
     code, _, err = command()
     assert code == 130
     assert err == "mctf: interrupted\n"
-
-
-def test_the_installed_command_runs() -> None:
-    answer = subprocess.run(
-        [sys.executable, "-c", "from mctf.cli import main; main()", "plan", "no_such_model"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert answer.returncode == 2
-    assert answer.stderr.startswith("mctf: timm has no model 'no_such_model'")

@@ -1,4 +1,4 @@
-"""`mctf visualize` as people call it: the sheet it writes, its JSON, and what it refuses."""
+"""`mctf visualize`: the sheet it writes, its JSON object, and what it refuses."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_the_picture_has_a_row_an_image_and_a_column_a_block(command, images, tmp_path) -> None:
+def test_the_picture_has_a_row_per_image_and_a_column_per_block(command, images, tmp_path) -> None:
     output = tmp_path / "sheet.png"
     shared = ("--model", "test_vit", "--random-weights", "-r", 8, "--scale", 1, "--show-blocks", "1,5", "-o", output)
     outcome = command("visualize", images[0], *shared)
@@ -63,15 +63,15 @@ def test_options_reach_the_method(command, images, tmp_path) -> None:
     assert expected != mctf.plan("test_vit", method="evit", r=0.3).token_counts
 
 
-def test_untrained_layers_are_told_of_in_one_line(command, images) -> None:
+def test_untrained_layers_are_reported_in_one_line(command, images) -> None:
     outcome = command("visualize", images[0], "--model", "test_vit", "--random-weights", "-m", "dynamic_vit", "-r", 0.3)
     assert outcome.code == 0
     (line,) = outcome.err.splitlines()
     assert line.startswith("mctf: warning: the layers of dynamic_vit are untrained: load ")
 
 
-def test_equal_patches_end_in_one_colour(command, tmp_path) -> None:
-    """Two flat halves far apart in colour: whatever is fused in the first block stays within its half."""
+def test_equal_patches_end_in_one_color(command, tmp_path) -> None:
+    """Two flat halves far apart in color: whatever is fused in the first block stays within its half."""
     pixels = np.zeros((160, 160, 3), dtype=np.uint8)
     pixels[:, 80:] = (250, 240, 20)
     Image.fromarray(pixels).save(tmp_path / "halves.png")
@@ -90,8 +90,8 @@ def test_equal_patches_end_in_one_colour(command, tmp_path) -> None:
     assert np.abs(middles[:, 5:] - (250, 240, 20)).max() <= 3
 
 
-def test_patches_that_were_dropped_are_grey_and_not_fused(command, tmp_path) -> None:
-    """The last row of 10 x 10 red patches leaves in block 1."""
+def test_dropped_patches_are_gray_and_not_fused(command, tmp_path) -> None:
+    """The last row of 10 x 10 red patches is dropped in block 1."""
     Image.new("RGB", (160, 160), "red").save(tmp_path / "red.png")
     arguments = ("--random-weights", "-m", "free_drop", "-r", 10, "--show-blocks", "1", "--scale", 1)
     outcome = command("visualize", "red.png", "--model", "test_vit", *arguments)
@@ -138,12 +138,12 @@ def truncated(tmp_path: Path, images: list[Path]) -> Path:
         (["one.png", "missing.png"], "there is no image file missing.png"),
         (["one.png", "--show-blocks", "6"], "the model has blocks 0 to 5"),
         (["one.png", "--show-blocks", "-1"], "the model has blocks 0 to 5"),
-        (["one.png", "--show-blocks", "a"], "--show-blocks 'a' is not a list"),
+        (["one.png", "--show-blocks", "a"], "blocks 'a' is not a list"),
         (["one.png", "--blocks", "9"], "the model has blocks 0 to 5"),
         (["one.png", "-o", "nowhere/fused.png"], "there is no folder nowhere"),
         (["one.png", "-o", "fused.jpg"], "name it fused.png"),
         (["one.png", "-r", "-3"], "negative"),
-        (["one.png", "-r", "many"], "is not a number"),
+        (["one.png", "-r", "many"], "r='many' is no"),
         (["one.png", "--method", "tomme"], "did you mean 'tome'?"),
         (["one.png", "--image-size", "wide"], "is not a size"),
         (["one.png", "--weights", "w.pt"], "exclude each other"),
@@ -184,8 +184,3 @@ def test_weights_that_cannot_be_fetched_name_the_cures(command, images, monkeypa
     line = command.refusal("visualize", images[0], "--model", "test_vit")
     assert "--weights" in line
     assert "--random-weights" in line
-
-
-def test_the_helper_notices_a_command_that_is_not_refused(command, images) -> None:
-    with pytest.raises(AssertionError):
-        command.refusal("visualize", images[0], "--model", "test_vit", "--random-weights")

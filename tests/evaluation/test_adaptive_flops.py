@@ -36,7 +36,6 @@ def test_means_are_over_images_and_so_is_the_cost() -> None:
     images = make_images(model, 5)
     each = [mean_tokens(model, [images[i : i + 1]]) for i in range(5)]
     found = mean_tokens(model, [images[:3], images[3:]])
-    assert found.images == 5
     by_block = zip(*(one.token_counts for one in each), strict=True)
     assert found.token_counts == pytest.approx([mean(counts) for counts in by_block])
     assert found.gflops == pytest.approx(mean(one.gflops for one in each))
@@ -66,7 +65,7 @@ def test_no_images_are_refused() -> None:
         mean_tokens(mctf.fuse(make("plain"), "ats"), [])
 
 
-def test_an_evaluation_measures_what_a_plan_cannot_know() -> None:
+def test_an_evaluation_measures_adaptive_methods() -> None:
     model = make("plain")
     batches = [Batch(make_images(model, 3)), Batch(make_images(model, 2, seed=1))]
     found = evaluate(model, batches, [Setting("ats", 1), Setting("mctf", 8), Setting("ats", 0)])
@@ -77,7 +76,7 @@ def test_an_evaluation_measures_what_a_plan_cannot_know() -> None:
     assert adaptive.gflops < mctf.plan(model, method="ats").gflops
     assert (fixed.mean_tokens, plain.mean_tokens) == (None, None)
     counts = " ".join(f"{count:.1f}" for count in expected.token_counts)
-    assert found.notes == (f"ats r=1 depends on the image (~): tokens leaving each block {counts}",)
+    assert found.notes == (f"ats r=1 depends on the image (~): tokens after each block {counts}",)
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ def test_the_command_marks_what_it_measured(
     adaptive, fixed = lines["ats"], lines["tome"]
     assert adaptive.split()[-2].startswith("~0.")
     assert "~" not in fixed
-    assert "note: ats r=1 depends on the image (~): tokens leaving each block" in answer.out
+    assert "note: ats r=1 depends on the image (~): tokens after each block" in answer.out
 
 
 SAMPLE = ("data/imagenet-sample-500.zip", "data/deit_tiny_patch16_224.safetensors", "data/imagenet-classes.tsv")

@@ -1,8 +1,6 @@
-"""`mctf bench`: what is compared, what is refused, and that a wrong model is not timed."""
+"""Contenders of a benchmark, the check before the timing, and the sentences about the result."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import timm
@@ -10,73 +8,83 @@ import torch
 from torch import Tensor, nn
 
 import mctf
-from helpers.command_line import Command
 from mctf.evaluation import benchmark
-from mctf.evaluation.benchmark import CEILING, PLAIN, Contest, Result, verdicts
-from mctf.evaluation.timing import DISTURBED, timed
+from mctf.evaluation.benchmark import (
+    BASELINE,
+    BASELINE_MATMUL,
+    FREE_DROP,
+    FREE_DROP_CONV,
+    LABELS,
+    BenchmarkConfig,
+    Measurement,
+    make_contenders,
+    verdicts,
+)
+from mctf.evaluation.timing import UNSTABLE, timed
+from mctf.hosts import patch_embed
+from mctf.hosts.patch_embed import MatmulPatchEmbed
+
+CONFIG = BenchmarkConfig(("mctf", "tome"), 8, 2, (160, 160))
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    monkeypatch.setattr(benchmark, "_repeats", lambda *_: 1)  # long enough to compare nothing, short enough for a test
-    return Command(monkeypatch, capsys, "bench")
+def model() -> nn.Module:
+    return timm.create_model("test_vit").eval()
 
 
-def result(name: str, milliseconds: float, speedup: float) -> Result:
-    return Result(name, 16, 8, milliseconds, 0.0, 1.0, speedup, 1.0, None, None, None)
+def measurement(name: str, milliseconds: float, speedup: float, over_matmul: float | None = None) -> Measurement:
+    return Measurement(name, LABELS.get(name, name), 16, 8, milliseconds, 0.0, 1.0, speedup, over_matmul, 1.0)
 
 
-def test_every_contender_is_measured(bench: Command, tmp_path: Path) -> None:
-    file = tmp_path / "bench.json"
-    outcome = bench("test_vit", "-r", "8,fast", "--batch", "1,2", "--rounds", 1, "--json", "--output", file)
-    assert outcome.code == 0, outcome.err
-    facts = json.loads(outcome.out)
-    assert facts == json.loads(file.read_text())
-    assert len(facts["tables"]) == 4
-    for table in facts["tables"]:
-        rows = {row["name"]: row for row in table["rows"]}
-        assert list(rows) == [PLAIN, "mctf", "mctf_exact", "tome", CEILING]
-        assert rows[PLAIN]["speedup"] == 1
-        assert rows["mctf"]["difference"] < 1e-5
-        assert all(row["images_per_second"] > 0 for row in rows.values())
-        assert rows["mctf"]["gflops"] < rows[PLAIN]["gflops"]
+class TestContenders:
+    def test_the_matmul_baseline_is_unfused_and_embeds_by_a_product(self, model: nn.Module) -> None:
+        contenders = make_contenders(model, CONFIG, matmul=True)
+        assert list(contenders) == [BASELINE, BASELINE_MATMUL, "mctf", "tome", FREE_DROP, FREE_DROP_CONV]
+        products = {name for name, each in contenders.items() if isinstance(each.patch_embed.proj, MatmulPatchEmbed)}
+        assert products == {BASELINE_MATMUL, "mctf", "tome", FREE_DROP}
+        assert type(contenders[FREE_DROP_CONV].patch_embed.proj) is nn.Conv2d
+        assert type(contenders[BASELINE_MATMUL].blocks) is type(model.blocks)
 
+    @torch.inference_mode()
+    def test_the_product_computes_what_the_convolution_computes(
+        self, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        images = torch.randn(2, 3, 160, 160, dtype=torch.float64)
+        contenders = make_contenders(model.double(), CONFIG, matmul=True)
+        expected = model(images)
+        for name in (BASELINE, BASELINE_MATMUL):
+            assert torch.equal(contenders[name](images), expected)  # on a CPU both use the convolution
+        monkeypatch.setattr(patch_embed, "_reduced_precision_on_gpu", lambda images: True)
+        assert torch.equal(contenders[BASELINE](images), expected)
+        product = contenders[BASELINE_MATMUL](images)
+        torch.testing.assert_close(product, expected)
+        assert not torch.equal(product, expected)  # it sums in another order
 
-def test_training_is_timed_too(bench: Command) -> None:
-    facts = json.loads(bench("test_vit", "-r", 8, "-m", "mctf_exact", "--batch", 2, "--training", "--json").out)
-    (table,) = facts["tables"]
-    assert facts["training"]
-    assert table["title"].endswith("forward and backward")
-    assert [row["name"] for row in table["rows"]] == [PLAIN, "mctf_exact", CEILING]
+    def test_weights_are_shared_and_the_model_is_not_changed(self, model: nn.Module) -> None:
+        contenders = make_contenders(model, CONFIG, matmul=True)
+        assert type(model.patch_embed.proj) is nn.Conv2d
+        for each in contenders.values():
+            assert each.patch_embed.proj.weight is model.patch_embed.proj.weight
 
+    def test_where_the_product_is_not_used_there_is_one_baseline(self, model: nn.Module) -> None:
+        assert list(make_contenders(model, CONFIG, matmul=False)) == [BASELINE, "mctf", "tome", FREE_DROP]
 
-def test_the_table_is_for_people(bench: Command) -> None:
-    outcome = bench("test_vit", "-m", "mctf", "--rounds", 1)
-    assert "test_vit, r=16, batch 8, 160x160, " in outcome.out
-    assert "speed-up" in outcome.out
-    assert "mctf r=16" in outcome.out.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["test_vit", "--batch", "0"], "--batch '0' is not a list of positive numbers: write 1,8,64"),
-        (["test_vit", "-m", "tomee"], "unknown method 'tomee': did you mean 'tome'?"),
-        (["test_vit", "-r", "x"], "r='x' is not a number"),
-        (["resnet18"], "ResNet cannot be fused"),
-        (["test_vit", "-m", "ats", "--compile"], "ats keeps as many tokens as each image needs"),
-        (["test_vit", "--compile", "--mode", "reduce-overheat"], "did you mean 'reduce-overhead'?"),
-        (["test_vit", "--mode", "reduce-overhead"], "add --compile"),
-        (["test_vit", "--output", "no/such/folder.json"], "there is no folder"),
-    ],
-    ids=str,
-)
-def test_bad_input_is_refused_in_one_line(bench: Command, arguments: list[str], text: str) -> None:
-    assert text in bench.refusal(*arguments)
+    def test_both_speedups_are_measured(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(benchmark, "_repeats", lambda *_: 1)
+        original = benchmark.make_contenders
+        forced = lambda model, config, **_: original(model, config, matmul=True)  # noqa: E731
+        monkeypatch.setattr(benchmark, "make_contenders", forced)
+        results = {each.name: each for each in benchmark.benchmark(model, replace(CONFIG, rounds=1))}
+        assert list(results) == [BASELINE, BASELINE_MATMUL, "mctf", "tome", FREE_DROP, FREE_DROP_CONV]
+        assert (results[BASELINE].speedup, results[BASELINE_MATMUL].speedup_over_matmul) == (1, 1)
+        for each in results.values():
+            assert each.speedup_over_matmul == pytest.approx(results[BASELINE_MATMUL].milliseconds / each.milliseconds)
+        assert results[BASELINE_MATMUL].gflops == results[BASELINE].gflops > results["mctf"].gflops
+        assert results[BASELINE_MATMUL].difference < 1e-5
 
 
 class WrongInHalfPrecision(nn.Module):
-    """Answers 5 in float32 and 1 in anything less."""
+    """Outputs 5 in float32 and 1 in anything less."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,58 +94,70 @@ class WrongInHalfPrecision(nn.Module):
         return torch.full((len(images), 10), 5.0 if self.weight.dtype == torch.float32 else 1.0)
 
 
-@torch.inference_mode()
-def test_a_wrong_model_is_not_timed() -> None:
-    images = torch.randn(2, 3, 160, 160)
-    assert benchmark.check(mctf.fuse(timm.create_model("test_vit").eval(), r=8), images, "mctf") < 1e-5
-    with pytest.raises(mctf.MctfError, match=r"mctf is wrong on this machine: its output is 80\.0% off"):
-        benchmark.check(WrongInHalfPrecision().bfloat16(), images.bfloat16(), "mctf")
+class TestCheck:
+    @torch.inference_mode()
+    def test_a_wrong_model_is_not_timed(self, model: nn.Module) -> None:
+        images = torch.randn(2, 3, 160, 160)
+        assert benchmark.check(mctf.fuse(model, r=8), images, "mctf") < 1e-5
+        with pytest.raises(mctf.MctfError, match=r"mctf is wrong on this machine: its output is 80\.0% off"):
+            benchmark.check(WrongInHalfPrecision().bfloat16(), images.bfloat16(), "mctf")
+
+    @torch.inference_mode()
+    def test_the_checked_code_is_the_timed_code(self, model: nn.Module) -> None:
+        mctf.fuse(model, r=8)
+        images, calls = torch.randn(6, 3, 160, 160), []
+        assert benchmark.check(model, images, "mctf", run=lambda images: calls.append(1) or model(images)) < 1e-5
+        assert calls == [1]
+        with pytest.raises(mctf.MctfError, match="is wrong on this machine"):
+            benchmark.check(model, images, "mctf", run=lambda images: 2 * model(images))
+
+    def test_a_model_that_is_no_vit_is_refused(self) -> None:
+        with pytest.raises(mctf.MctfError, match="ResNet"):
+            benchmark.benchmark(timm.create_model("test_resnet"), BenchmarkConfig(("mctf",), 8, 1, (64, 64)))
 
 
-@torch.inference_mode()
-def test_what_is_checked_is_what_is_timed() -> None:
-    model, images = mctf.fuse(timm.create_model("test_vit").eval(), r=8), torch.randn(6, 3, 160, 160)
-    assert benchmark.check(model, images, "mctf", run=torch.compile(model, backend="eager")) < 1e-5
-    with pytest.raises(mctf.MctfError, match="is wrong on this machine"):
-        benchmark.check(model, images, "mctf", run=lambda images: 2 * model(images))
+class TestVerdicts:
+    def test_both_speedups_and_the_upper_bound(self) -> None:
+        results = [
+            measurement(BASELINE, 10, 1.0, 0.9),
+            measurement(BASELINE_MATMUL, 9, 1.11, 1.0),
+            measurement("mctf", 12, 0.83, 0.75),
+            measurement("tome", 6, 1.67, 1.5),
+            measurement(FREE_DROP, 5, 2.0, 1.8),
+        ]
+        assert verdicts(results) == [
+            "mctf r=16 does not pay here: 0.83x the baseline's speed",
+            "tome r=16: 1.67x, 1.50x over the baseline with a matmul patch embedding, "
+            "20% slower than the free-drop upper bound",
+        ]
+
+    def test_one_baseline_is_explained(self) -> None:
+        results = [measurement(BASELINE, 10, 1.0), measurement("tome", 4, 2.5), measurement(FREE_DROP, 5, 2.0)]
+        speed, note = verdicts(results)
+        assert speed == "tome r=16: 2.50x, 20% faster than the free-drop upper bound"
+        assert note.startswith("every contender embeds patches by the model's own convolution")
+
+    def test_launch_bound_contenders_are_named(self) -> None:
+        busy, waiting = measurement("mctf", 6, 1.67), measurement("mctf_exact", 5, 2.0)
+        results = [replace(busy, launch_milliseconds=3.0), replace(waiting, launch_milliseconds=4.9)]
+        assert "waits for the host: mctf_exact; --compile --mode reduce-overhead" in verdicts(results)[-1]
+        assert "launch-bound" not in "".join(verdicts([busy, replace(waiting, launch_milliseconds=2.0)]))
+
+    def test_unstable_rounds_are_reported(self) -> None:
+        stable = [measurement(BASELINE, 10, 1.0), measurement("tome", 6, 1.67)]
+        assert UNSTABLE not in verdicts(stable)
+        assert verdicts([stable[0], replace(stable[1], spread=0.3)])[-1] == UNSTABLE
 
 
-def test_verdicts_say_so_when_fusing_does_not_pay() -> None:
-    results = [result(PLAIN, 10, 1.0), result("mctf", 12, 0.83), result("tome", 6, 1.67), result(CEILING, 5, 2.0)]
-    assert verdicts(results) == [
-        "mctf r=16 does not pay here: 0.83 times the plain model's speed",
-        "tome r=16: 1.67x, 20% slower than dropping for nothing",
-    ]
-
-
-def test_verdicts_name_those_whose_gpu_waits_for_the_host() -> None:
-    busy, waiting = result("mctf", 6, 1.67), result("mctf_exact", 5, 2.0)
-    results = [replace(busy, launch_milliseconds=3.0), replace(waiting, launch_milliseconds=4.9)]
-    assert "mctf_exact; --compile --mode reduce-overhead" in verdicts(results)[-1]
-    assert "GPU" not in "".join(verdicts([busy, replace(waiting, launch_milliseconds=2.0)]))
-
-
-def test_only_some_modes_replay_graphs() -> None:
+def test_only_some_modes_use_cuda_graphs() -> None:
     modes = {None: False, "default": False, "reduce-overhead": True, "max-autotune": True}
-    for mode, replays in modes.items():
-        assert Contest(("mctf",), 8, 1, (64, 64), compiled=mode).replays_graphs == replays
+    for mode, used in modes.items():
+        assert replace(CONFIG, compiled=mode).uses_cuda_graphs == used
 
 
 def test_launching_ends_before_the_work_does() -> None:
-    assert benchmark._launching(lambda: None, torch.device("cpu")) is None
+    assert benchmark._launch_milliseconds(lambda: None, torch.device("cpu")) is None
     if torch.cuda.is_available():
         x = torch.randn(4096, 4096, device="cuda")
-        _, taken = timed(lambda: x @ x @ x @ x, x.device)
-        assert benchmark._launching(lambda: x @ x @ x @ x, x.device) < taken * 1e3
-
-
-def test_verdicts_warn_of_unsteady_rounds() -> None:
-    steady = [result(PLAIN, 10, 1.0), result("tome", 6, 1.67)]
-    assert DISTURBED not in verdicts(steady)
-    assert verdicts([steady[0], replace(steady[1], spread=0.3)])[-1] == DISTURBED
-
-
-def test_a_model_that_is_no_vit_is_refused() -> None:
-    model = timm.create_model("test_resnet")
-    with pytest.raises(mctf.MctfError, match="ResNet"):
-        benchmark.benchmark(model, Contest(("mctf",), 8, 1, (64, 64)))
+        _, seconds = timed(lambda: x @ x @ x @ x, x.device)
+        assert benchmark._launch_milliseconds(lambda: x @ x @ x @ x, x.device) < seconds * 1e3

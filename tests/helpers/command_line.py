@@ -1,4 +1,4 @@
-"""Running the `mctf` command inside a test: what it prints, what it complains of, how it exits."""
+"""The `mctf` command inside a test: its stdout, stderr and exit code."""
 
 import sys
 from typing import NamedTuple
@@ -15,15 +15,15 @@ class Outcome(NamedTuple):
 
 
 class Command:
-    """Call it like the command, after words it always begins with: `Command(…)("plan", "test_vit")`."""
+    """Called like the command, after arguments that are always the same: `Command(…, "plan")("test_vit")`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *beginning: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *first: object) -> None:
         self.monkeypatch = monkeypatch
         self.capture = capture
-        self.beginning = beginning
+        self.first = first
 
     def __call__(self, *arguments: object) -> Outcome:
-        self.monkeypatch.setattr(sys, "argv", ["mctf", *self.beginning, *map(str, arguments)])
+        self.monkeypatch.setattr(sys, "argv", ["mctf", *map(str, (*self.first, *arguments))])
         self.capture.readouterr()
         try:
             mctf.cli.main()
@@ -34,7 +34,7 @@ class Command:
         return Outcome(code, printed.out, printed.err)
 
     def refusal(self, *arguments: object) -> str:
-        """The one line of complaint of a command that is refused with exit code 2 and prints nothing else."""
+        """The one line on stderr of a command that exits with code 2 and prints nothing else."""
         outcome = self(*arguments)
         assert outcome.code == 2, outcome
         assert outcome.out == "", outcome

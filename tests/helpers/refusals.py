@@ -1,4 +1,4 @@
-"""What a refused call must leave: one line that says why, and a model as it was."""
+"""A refused call raises one line with the reason and does not change the model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ import mctf
 
 
 def assert_refused(model: Any, text: str, call: Callable[[], object]) -> None:
-    """The call raises MctfError with this text in one line, and the model stays as it was."""
+    """The call raises MctfError with this text in one line, and the model is unchanged."""
     before = snapshot(model)
     with pytest.raises(mctf.MctfError) as caught:
         call()
@@ -20,7 +20,7 @@ def assert_refused(model: Any, text: str, call: Callable[[], object]) -> None:
 
 
 def snapshot(model: Any) -> list[object]:
-    """What a refused call could have changed: the modules themselves, their modes and their parameters."""
+    """What a refused call could change: the modules, their modes and their parameters."""
     if not isinstance(model, nn.Module):
         return [model]
     modules = [(path, id(module), module.training) for path, module in model.named_modules()]

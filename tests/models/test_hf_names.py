@@ -164,7 +164,7 @@ class TestCommands:
         answer = command("bench", name, "-r", 8, "--batch", 2, "--rounds", 1, "--method", "mctf", "--json")
         assert answer.code == 0, answer.err
         rows = json.loads(answer.out)["tables"][0]["rows"]
-        assert {"plain", "mctf"} <= {row["name"] for row in rows}
+        assert {"baseline", "mctf"} <= {row["name"] for row in rows}
 
     def test_mistakes_are_named(self, place: Path, command: Command, tmp_path: Path) -> None:
         assert "no directory" in command.refusal("plan", f"hf:{tmp_path / 'nowhere'}")

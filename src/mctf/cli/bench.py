@@ -1,33 +1,41 @@
-"""`mctf bench`: plain, fused and free-drop models against the clock, in one run."""
+"""`mctf bench`: speed of unfused, fused and free-drop models, all timed in one run."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.schedule import ReductionSpec
 from ..errors import MctfError
 from .options import (
+    NAMES,
+    REDUCTIONS,
+    Parsed,
     device_option,
     dtype_option,
     image_size_option,
     json_option,
     output_option,
-    parse_image_size,
-    parse_names,
-    parse_numbers,
-    parse_reductions,
     threads_option,
 )
 from .output import check_writable, give_json
 from .progress import progress
 
 if TYPE_CHECKING:
-    from torch import device as Device
+    from ..core.schedule import ReductionSpec
+    from ..evaluation.benchmark import BenchmarkConfig, Measurement
 
-    from ..evaluation.benchmark import Contest, Result
+
+def parse_batches(text: str) -> list[int]:
+    """Positive whole numbers between commas."""
+    try:
+        batches = [int(part) for part in text.split(",")]
+    except ValueError:
+        batches = []
+    if not batches or min(batches) < 1:
+        raise MctfError(f"--batch {text!r} is not a list of positive numbers: write 1,8,64")
+    return batches
 
 
 @click.command(
@@ -35,150 +43,127 @@ if TYPE_CHECKING:
     epilog="""\b
 Examples:
   mctf bench deit_small_patch16_224
-  mctf bench deit_small_patch16_224 deit_base_patch16_224 -r 16,fast --batch 256 --dtype bfloat16 --compile
-  mctf bench deit_base_patch16_384 -r fast --batch 1 --dtype bfloat16 --compile --mode reduce-overhead
-  mctf bench deit_small_patch16_224 --batch 256 --dtype bfloat16 --compile --training
+  mctf bench deit_small_patch16_224 deit_base_patch16_224 \\
+      -r 16,fast --batch 256 --dtype bfloat16 --compile
+  mctf bench deit_base_patch16_384 -r fast --batch 1 --dtype bfloat16 \\
+      --compile --mode reduce-overhead
+  mctf bench deit_small_patch16_224 --batch 256 --dtype bfloat16 \\
+      --compile --training
 """,
 )
 @click.argument("models", nargs=-1, required=True, metavar="MODEL…")
-@click.option("-r", "reductions", default="16", show_default=True, help="Tokens to fuse a block: 16, 0.35 or fast.")
-@click.option("--method", "-m", "methods", default="mctf,mctf_exact,tome", show_default=True, help="Methods to time.")
-@click.option("--batch", "batches", default="8", show_default=True, help="Batch sizes, as in 1,8,64.")
+@click.option(
+    "-r", "reductions", type=REDUCTIONS, default="16", show_default=True, help="Tokens to fuse per block: 16,0.35,fast."
+)
+@click.option(
+    "--method", "-m", "methods", type=NAMES, default="mctf,mctf_exact,tome", show_default=True, help="Methods to time."
+)
+@click.option(
+    "--batch",
+    "batches",
+    type=Parsed("n,…", parse_batches),
+    default="8",
+    show_default=True,
+    help="Batch sizes, as in 1,8,64.",
+)
 @image_size_option
 @dtype_option
 @click.option("--compile", "compiled", is_flag=True, help="Compile every contender with torch.compile.")
-@click.option("--training", is_flag=True, help="Time forward and backward; --dtype is then that of autocast.")
-@click.option("--mode", default="default", show_default=True, help="Mode of torch.compile, as reduce-overhead.")
-@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Timings of each contender.")
+@click.option("--training", is_flag=True, help="Time forward and backward; --dtype is that of autocast.")
+@click.option("--mode", default="default", show_default=True, help="Mode of torch.compile: reduce-overhead, …")
+@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Timings per contender.")
 @device_option
 @threads_option
 @output_option
 @json_option
-def command(output: Path | None, as_json: bool, **options: Any) -> None:
-    """Images per second of MODEL… (timm names, or hf:NAME): plain, fused by each method, tokens dropped for nothing.
+def command(
+    models: tuple[str, ...],
+    reductions: list["ReductionSpec"],
+    methods: list[str],
+    batches: list[int],
+    image_size: tuple[int, int] | None,
+    dtype: str,
+    compiled: bool,
+    training: bool,
+    mode: str,
+    rounds: int,
+    device_name: str | None,
+    threads: int | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Images/s of MODEL… (timm names, or hf:NAME), unfused and fused.
 
-    Weights are random: speed does not depend on them. Every fused model is first checked against plain operations
-    in float32. Contenders are timed in turn, round after round; medians are given, for the speed-up
-    that of the ratio within a round.
+    Contenders: the unfused model (baseline), each method, and the free-drop upper bound, which drops as many tokens at
+    no cost. On a GPU in reduced precision fused models embed patches by a matrix product; there the unfused model with
+    that product is a second baseline. Weights are random, as speed does not depend on them. Every fused model is first
+    checked against reference operations in float32. Contenders are timed in turn in every round. Figures are medians
+    over rounds; a speed-up is the median of the ratios within rounds.
     """
     if output is not None:
         check_writable(output)
-    asked = _Benchmarking(**options)
-    tables = asked.run()
-    give_json(asked.facts(tables), file=output, as_json=as_json)
-    if as_json:
-        return
-    from .tables import print_benchmark
+    if mode != "default" and not compiled:
+        raise MctfError(f"--mode {mode} belongs to torch.compile: add --compile")
 
-    for table in tables:
-        print_benchmark(table.rows, title=table.title, notes=table.notes)
+    import torch
 
+    from ..evaluation.benchmark import BenchmarkConfig, verdicts
+    from ..evaluation.environment import command_line, commit, describe_device, pick_device, versions
+    from ..hosts import find_host
+    from ..methods import make_method
+    from ..models.loading import create
 
-@dataclass(frozen=True)
-class _Table:
-    """One contest: what it was, a row for each contender, and what is to be said of them."""
+    for name in methods:  # before models are built
+        make_method(name, {})
+    if threads is not None:
+        torch.set_num_threads(threads)
+    device, precision = pick_device(device_name), getattr(torch, dtype)
+    tables: list[dict[str, Any]] = []
+    for name in models:
+        model: Any = create(name, image_size=image_size)
+        model = model.to(device, torch.float32 if training else precision)
+        size = image_size or find_host(model).image_size
+        for r, batch in product(reductions, batches):
+            config = BenchmarkConfig(
+                methods=tuple(methods),
+                r=r,
+                batch=batch,
+                image_size=size,
+                compiled=mode if compiled else None,
+                rounds=rounds,
+                training=precision if training else None,
+            )
+            where = describe_device(next(model.parameters()).device)
+            title = f"{name}, r={r}, batch {batch}, {size[0]}x{size[1]}, {where}, {dtype}"
+            title += ", forward and backward" if training else ""
+            rows = _run(model, config, title)
+            tables.append({"title": title, "rows": rows, "notes": verdicts(rows)})
+    facts = {
+        "command": command_line(),
+        "device": describe_device(device),
+        "dtype": dtype,
+        "compiled": mode if compiled else None,
+        "training": training,
+        "rounds": rounds,
+        "versions": versions(),
+        "commit": commit(),
+        "tables": [table | {"rows": [asdict(row) for row in table["rows"]]} for table in tables],
+    }
+    give_json(facts, file=output, as_json=as_json)
+    if not as_json:
+        from .tables import print_benchmark
 
-    title: str
-    rows: tuple["Result", ...]
-    notes: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Benchmarking:
-    """What the user asked for; the fields are options of the command."""
-
-    models: tuple[str, ...]
-    reductions: str
-    methods: str
-    batches: str
-    image_size: str | None
-    dtype: str
-    compiled: bool
-    training: bool
-    mode: str
-    rounds: int
-    device_name: str | None
-    threads: int | None
-
-    @property
-    def device(self) -> "Device":
-        from ..evaluation.environment import pick_device
-
-        return pick_device(self.device_name)
-
-    def run(self) -> list[_Table]:
-        """Every model with every r and batch size."""
-        import torch
-
-        from ..hosts import find_host
-        from ..models.loading import create
-
-        if self.mode != "default" and not self.compiled:
-            raise MctfError(f"--mode {self.mode} is of torch.compile: add --compile")
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        device, size = self.device, parse_image_size(self.image_size)
-        cases = list(product(parse_reductions(self.reductions), parse_numbers(self.batches, "--batch")))
-        tables = []
-        for name in self.models:
-            model: Any = create(name, image_size=size)
-            model = model.to(device, torch.float32 if self.training else getattr(torch, self.dtype))
-            own_size = size or find_host(model).image_size
-            for r, batch in cases:
-                tables.append(self._table(name, model, self._contest(r, batch, own_size)))
-        return tables
-
-    def _contest(self, r: ReductionSpec, batch: int, image_size: tuple[int, int]) -> "Contest":
-        import torch
-
-        from ..evaluation.benchmark import Contest
-
-        return Contest(
-            methods=tuple(parse_names(self.methods)),
-            r=r,
-            batch=batch,
-            image_size=image_size,
-            compiled=self.mode if self.compiled else None,
-            rounds=self.rounds,
-            training=getattr(torch, self.dtype) if self.training else None,
-        )
-
-    def _table(self, name: str, model: Any, contest: "Contest") -> _Table:
-        from ..evaluation.benchmark import verdicts
-        from ..evaluation.environment import describe_device
-
-        device = describe_device(next(model.parameters()).device)
-        size = "x".join(map(str, contest.image_size))
-        title = f"{name}, r={contest.r}, batch {contest.batch}, {size}, {device}, {self.dtype}"
-        title += ", forward and backward" if self.training else ""
-        rows = _run(model, contest, title)
-        return _Table(title, rows, verdicts(rows))
-
-    def facts(self, tables: list[_Table]) -> dict[str, Any]:
-        """The JSON object."""
-        from ..evaluation.environment import command_line, commit, describe_device, versions
-
-        return {
-            "command": command_line(),
-            "device": describe_device(self.device),
-            "dtype": self.dtype,
-            "compiled": self.mode if self.compiled else None,
-            "training": self.training,
-            "rounds": self.rounds,
-            "versions": versions(),
-            "commit": commit(),
-            "tables": [asdict(table) for table in tables],
-        }
+        for table in tables:
+            print_benchmark(table["rows"], title=table["title"], notes=table["notes"])
 
 
-def _run(model: Any, contest: "Contest", title: str) -> tuple["Result", ...]:
+def _run(model: Any, config: "BenchmarkConfig", title: str) -> tuple["Measurement", ...]:
     import torch
 
     from ..evaluation.benchmark import benchmark
 
-    contenders = len(contest.methods) + 3
-    with progress(title, total=contenders + contest.rounds + 2) as tick:
+    with progress(title, total=len(config.methods) + config.rounds + 4) as tick:
         try:
-            return benchmark(model, contest, tick=tick)
+            return benchmark(model, config, tick=tick)
         except torch.OutOfMemoryError:
-            raise MctfError(f"too little memory for a batch of {contest.batch}: lower --batch") from None
+            raise MctfError(f"too little memory for a batch of {config.batch}: lower --batch") from None

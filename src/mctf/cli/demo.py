@@ -1,4 +1,4 @@
-"""`mctf demo`: see it work on this machine, with nothing to download."""
+"""`mctf demo`: token fusion on this machine, without downloads."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -8,15 +8,16 @@ import click
 
 from .._utils import plural
 from ..models.loading import RANDOM, load_or_random
-from .options import FILE, device_option, json_option, method_option, parse_reduction, reduction_option
+from .options import FILE, device_option, json_option, method_option, reduction_option
 from .output import check_folder, give_json, say_nothing
 from .progress import progress
 
 if TYPE_CHECKING:
+    from ..core.schedule import ReductionSpec
     from ..evaluation.fidelity import Fidelity
-    from ..viz.demo import Demonstration, Prediction, Speed
+    from ..viz.demo import Prediction, Speed
 
-_PAYS = 1.02  # a smaller gain is less than two runs of one and the same model differ by
+_MIN_SPEEDUP = 1.02  # two runs of the same model differ by as much
 
 
 @click.command(
@@ -28,11 +29,11 @@ Examples:
   mctf demo --model deit_tiny_patch16_224 --weights tiny.safetensors
 """,
 )
-@click.option("--model", default="embedded", show_default=True, help="A timm model; embedded comes with mctf.")
-@click.option("--weights", type=FILE, help="Weights file; pretrained or random ones by default.")
+@click.option("--model", default="embedded", show_default=True, help="A timm name; embedded ships with mctf.")
+@click.option("--weights", type=FILE, help="Weights file; pretrained or random weights by default.")
 @reduction_option("fast")
 @method_option
-@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Images a batch when timing.")
+@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Batch size when timing.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Rounds of timing.")
 @device_option
 @click.option(
@@ -47,7 +48,7 @@ Examples:
 def command(
     model: str,
     weights: Path | None,
-    reduction: str,
+    r: "ReductionSpec",
     method: str,
     batch: int,
     rounds: int,
@@ -55,18 +56,20 @@ def command(
     output: Path,
     as_json: bool,
 ) -> None:
-    """Fuse a model on photographs that come with scikit-image: its plan, speed-up, answers, and a picture.
+    """Plan, speed-up, predictions and a picture of a fused model on four photographs.
 
-    The default model is small and comes with its weights (docs/embedded.md). Of others, trained weights are used
-    where timm has them in its cache or can fetch them at once; otherwise weights are random, and only cost, speed and
-    picture mean something.
+    The photographs ship with scikit-image. The default model is small and ships with its weights (docs/embedded.md).
+    For other models trained weights are used where timm has them in its cache or can download them; otherwise weights
+    are random, and only cost, speed and picture are meaningful.
     """
-    r = parse_reduction(reduction)
     check_folder(output, "--output")
 
     from ..evaluation.environment import pick_device, versions
+    from ..methods import make_method
+    from ..viz.contact_sheet import write_png
     from ..viz.demo import WARMUP, Demonstration, photographs
 
+    make_method(method, {})  # before a download
     files, device = photographs(), pick_device(device_name)
     with progress(f"loading {model}"):
         loaded, source = load_or_random(model, weights=weights)
@@ -79,7 +82,11 @@ def command(
     show(_speed_text(speed))
     fidelity, predictions = demonstration.predictions()
     show(_fidelity_text(fidelity, predictions, images=len(files), trained=source != RANDOM))
-    picture = _draw(demonstration, output)
+    with progress("drawing", len(demonstration.names)) as advance:
+        sheet = demonstration.picture(advance)
+    output.mkdir(parents=True, exist_ok=True)
+    picture = output / "fused.png"
+    write_png(sheet, picture)
     show(f"picture: {picture}")
 
     facts = {
@@ -96,53 +103,40 @@ def command(
     give_json(facts, file=None, as_json=as_json)
 
 
-def _draw(demonstration: "Demonstration", folder: Path) -> Path:
-    from ..viz.contact_sheet import write_png
-
-    with progress("drawing", len(demonstration.names)) as advance:
-        sheet = demonstration.picture(advance)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_png(sheet, folder / "fused.png")
-    return folder / "fused.png"
-
-
 def _weights_text(source: str, *, classes: int) -> str:
     if source != RANDOM:
         return f"weights: {source}" + (f", {plural(classes, 'class', 'classes')}" if classes else "")
     return (
-        "weights: RANDOM. Pretrained ones are not in the cache and cannot be fetched from here, so the answers mean\n"
-        "nothing; cost, speed and picture do. With --weights FILE the answers are real."
+        "weights: RANDOM. Pretrained weights are not in the cache and the download\n"
+        "failed, so predictions are meaningless; cost, speed and picture are not.\n"
+        "Use --weights FILE for real predictions."
     )
 
 
 def _speed_text(speed: "Speed") -> str:
-    from ..evaluation.timing import DISTURBED, STEADY
+    from ..evaluation.timing import MAX_SPREAD, UNSTABLE
 
     lines = [
         f"speed: {speed.fused_images_per_second:.1f} images/s fused, {speed.baseline_images_per_second:.1f} baseline: "
-        f"{speed.speedup:.2f} times as fast",
-        f"  medians over {plural(speed.rounds, 'round')} in turns, of both and of their ratio (middle half within "
-        f"{speed.spread:.0%}), batch {speed.batch}, {speed.dtype}, {speed.device}",
+        f"{speed.speedup:.2f}x",
+        f"  medians over {plural(speed.rounds, 'interleaved round')}, relative spread {speed.spread:.0%},",
+        f"  batch {speed.batch}, {speed.dtype}, {speed.device}",
     ]
-    if speed.spread > STEADY:
-        lines.append(f"  {DISTURBED}")
-    elif speed.speedup < _PAYS:
-        lines.append(
-            "  fusing does not pay here: unless something else keeps the machine busy, finding the pairs costs what"
-        )
-        lines.append(
-            "  the shorter sequence saves; try -r fast, which looks in fewer blocks, a larger model, image or --batch"
-        )
+    if speed.spread > MAX_SPREAD:
+        lines.append(f"  {UNSTABLE}")
+    elif speed.speedup < _MIN_SPEEDUP:
+        lines.append("  fusing does not pay here: matching costs what the shorter sequence saves;")
+        lines.append("  try -r fast (fewer blocks), a larger model, larger images or a larger --batch")
     return "\n".join(lines)
 
 
 def _fidelity_text(fidelity: "Fidelity", predictions: list["Prediction"], *, images: int, trained: bool) -> str:
     parts = [f"class-token cosine {fidelity.class_cosine:.4f}"]
     if fidelity.kl is not None:
-        parts = [f"same first answer for {fidelity.agreement:.0f} %", f"KL {fidelity.kl:.4f}", *parts]
-    lines = [f"fidelity to the plain model on {plural(images, 'photograph')}: {', '.join(parts)}"]
+        parts = [f"same top-1 prediction for {fidelity.agreement:.0f} %", f"KL {fidelity.kl:.4f}", *parts]
+    lines = [f"fidelity to the baseline on {plural(images, 'photograph')}:", f"  {', '.join(parts)}"]
     if not trained:
-        return f"{lines[0]}\n  of random weights: this says nothing about a trained model"
+        return "\n".join([*lines, "  with random weights: this does not carry over to a trained model"])
     for each in predictions:
         baseline = f"{each.baseline} {each.baseline_probability:.0%}"
         lines.append(f"  {each.photograph:10}{baseline:28} fused: {each.fused} {each.fused_probability:.0%}")

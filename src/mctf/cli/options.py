@@ -1,4 +1,4 @@
-"""Options that several verbs share, and how their values are read."""
+"""Options that several commands share. The library's own parsers read r, blocks and image sizes."""
 
 import tomllib
 from collections.abc import Callable, Sequence
@@ -7,68 +7,39 @@ from typing import Any
 
 import click
 
-from ..core.schedule import ReductionSpec
+from .._utils import parse_image_size
+from ..core.schedule import ReductionSpec, parse_blocks, parse_r
 from ..errors import MctfError
 
 FILE = click.Path(path_type=Path)
 
 
+class Parsed(click.ParamType):
+    """The type of an option whose text is read by a function that raises MctfError."""
+
+    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
+        self.name = name
+        self.parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self.parse(value)
+
+
 def parse_names(text: str) -> list[str]:
-    """What stands between commas, without spaces around it and without empty places."""
+    """The parts between commas, without surrounding spaces and without empty ones."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def parse_reduction(text: str) -> ReductionSpec:
-    """One r as typed: a count, a ratio below 1, or "fast"."""
-    if text == "fast":
-        return text
-    try:
-        return float(text) if "." in text else int(text)
-    except ValueError:
-        raise MctfError(f"r={text!r} is not a number: write a count (16), a ratio (0.35) or 'fast'") from None
-
-
 def parse_reductions(text: str) -> list[ReductionSpec]:
-    """Several r as typed, between commas."""
-    return [parse_reduction(part) for part in parse_names(text)]
-
-
-def parse_numbers(text: str, option: str) -> list[int]:
-    """Positive whole numbers between commas."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise MctfError(f"{option} {text!r} is not a list of positive numbers: write 1,8,64")
-    return numbers
-
-
-def parse_blocks(text: str | None, *, option: str = "--blocks") -> tuple[int, ...] | None:
-    """Block numbers between commas; None when the option was not given."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise MctfError(f"{option} {text!r} is not a list of numbers: write 3,6,9") from None
-
-
-def parse_image_size(text: str | None) -> tuple[int, int] | None:
-    """An image size as typed: 384, or 384x512 as height x width."""
-    if text is None:
-        return None
-    try:
-        sides = [int(part) for part in text.lower().split("x")]
-    except ValueError:
-        sides = []
-    if len(sides) not in (1, 2) or min(sides) < 1:
-        raise MctfError(f"--image-size {text!r} is not a size: write 384 or 384x512 (height x width)")
-    return sides[0], sides[-1]
+    """Several r between commas."""
+    reductions = [parse_r(part) for part in parse_names(text)]
+    if not reductions:
+        raise MctfError(f"-r {text!r} is empty: name at least one r (-r 16)")
+    return reductions
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Options of a method as typed; values that TOML understands get their type, others stay words."""
+    """Options of a method as typed; values that are valid TOML get its type, others stay text."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -81,14 +52,21 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
     return options
 
 
+REDUCTION = Parsed("r", parse_r)
+REDUCTIONS = Parsed("r,…", parse_reductions)
+BLOCKS = Parsed("i,j,…", parse_blocks)
+IMAGE_SIZE = Parsed("size", parse_image_size)
+NAMES = Parsed("name,…", parse_names)
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def reduction_option(default: str) -> Decorator:
-    """One r."""
-    return click.option(
-        "-r", "reduction", default=default, show_default=True, help="Tokens to fuse a block: 16, 0.35 or fast."
-    )
+def reduction_option(default: str | None) -> Decorator:
+    """One r; None for the default of the method."""
+    help_text = "Tokens to fuse per block: 16, 0.35 or fast."
+    if default is None:
+        help_text = "Tokens to fuse per block: 16, 0.35 or fast; the method's default otherwise."
+    return click.option("-r", "r", type=REDUCTION, default=default, show_default=default is not None, help=help_text)
 
 
 method_option: Decorator = click.option(
@@ -98,10 +76,10 @@ options_option: Decorator = click.option(
     "--option", "pairs", multiple=True, metavar="NAME=VALUE", help="An option of the method; repeatable."
 )
 blocks_option: Decorator = click.option(
-    "--blocks", metavar="I,J,…", help="Blocks that fuse; the method's choice by default."
+    "--blocks", type=BLOCKS, help="Blocks that fuse; the method's default if unset."
 )
 image_size_option: Decorator = click.option(
-    "--image-size", metavar="SIZE", help="Image size, 384 or 384x512; the model's by default."
+    "--image-size", type=IMAGE_SIZE, help="384 or 384x512 (height x width); the model's own by default."
 )
 weights_option: Decorator = click.option(
     "--weights", type=FILE, help="Weights file; timm's pretrained weights by default."
@@ -112,19 +90,42 @@ crop_option: Decorator = click.option(
 )
 batch_size_option: Decorator = click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
 limit_option: Decorator = click.option(
-    "--limit", type=click.IntRange(1), help="Use only so many images, evenly spaced."
+    "--limit", type=click.IntRange(1), help="Use only this many images, evenly spaced."
 )
 device_option: Decorator = click.option(
-    "--device", "device_name", help="As torch names it; a GPU where there is one by default."
+    "--device", "device_name", help="A torch device; the GPU by default, if there is one."
 )
 dtype_option: Decorator = click.option(
     "--dtype", type=click.Choice(("float32", "bfloat16", "float16")), default="float32", show_default=True
 )
 threads_option: Decorator = click.option(
-    "--threads", type=click.IntRange(1), help="CPU threads; torch's choice by default."
+    "--threads", type=click.IntRange(1), help="CPU threads; the default of torch if unset."
 )
 progress_option: Decorator = click.option(
     "--progress/--no-progress", default=None, help="Progress bar on stderr; on a terminal by default."
 )
-output_option: Decorator = click.option("--output", type=FILE, help="Write the JSON object into this file as well.")
+output_option: Decorator = click.option("--output", type=FILE, help="Also write the JSON object into this file.")
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+
+
+def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The fields of `mctf.evaluation.setup.RunOptions` except the model, then --output and --json."""
+    options = (
+        click.option("--data", required=True, help="Folder or zip files of class/name images, or hf:NAME[:SPLIT]."),
+        weights_option,
+        classes_option,
+        image_size_option,
+        crop_option,
+        batch_size_option,
+        limit_option,
+        click.option("--workers", type=click.IntRange(0), help="Loader processes; none on the CPU by default."),
+        device_option,
+        dtype_option,
+        threads_option,
+        progress_option,
+        output_option,
+        json_option,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command

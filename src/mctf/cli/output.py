@@ -1,4 +1,4 @@
-"""What a verb gives: files, checked before the work begins and complete or not there at all, and its JSON object."""
+"""What a command writes: its JSON object, and files that are checked before the work starts and written atomically."""
 
 import json
 import os
@@ -16,13 +16,13 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise MctfError(f"{path} is a folder: give the name of a file to write")
     if not path.parent.is_dir():
-        raise MctfError(f"there is no folder {path.parent} to write {path.name} into: make it first")
+        raise MctfError(f"there is no folder {path.parent} to write {path.name} into: create it first")
     if not os.access(path.parent, os.W_OK):
         raise MctfError(f"{path.parent} cannot be written to: choose another folder for {path.name}")
 
 
 def check_folder(folder: Path, option: str) -> None:
-    """Raise MctfError if files could not be written there, also where it has yet to be made."""
+    """Raise MctfError if files could not be written there; the folder need not exist yet."""
     nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
     if not nearest.is_dir():
         raise MctfError(f"{nearest} is a file: name a folder with {option}")
@@ -31,12 +31,12 @@ def check_folder(folder: Path, option: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write all of it or nothing."""
+    """Write the whole text or nothing."""
     atomic_write(path, text.encode())
 
 
 def give_json(facts: dict[str, Any], *, file: Path | None, as_json: bool) -> None:
-    """Write the JSON object into the file, if one was named, and print it, if that was asked for."""
+    """Write the JSON object into the file, if there is one, and print it with --json."""
     text = json.dumps(facts, indent=2)
     if file is not None:
         write_text(file, text + "\n")
@@ -45,4 +45,4 @@ def give_json(facts: dict[str, Any], *, file: Path | None, as_json: bool) -> Non
 
 
 def say_nothing(_: object) -> None:
-    """Takes the place of click.echo where stdout is for JSON, or for another process to write on."""
+    """In place of click.echo where stdout is reserved for JSON, and on ranks other than 0."""

@@ -1,6 +1,7 @@
 """`mctf plan`: token counts and GFLOPs, without running the model."""
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,11 +11,12 @@ from .options import (
     json_option,
     method_option,
     options_option,
-    parse_blocks,
-    parse_image_size,
     parse_options,
-    parse_reduction,
+    reduction_option,
 )
+
+if TYPE_CHECKING:
+    from ..core.schedule import ReductionSpec
 
 
 @click.command(
@@ -28,7 +30,7 @@ Examples:
 """,
 )
 @click.argument("model")
-@click.option("-r", "reduction", help="Tokens to fuse a block: 16, 0.35 or fast; as the method's authors by default.")
+@reduction_option(None)
 @method_option
 @options_option
 @blocks_option
@@ -36,25 +38,18 @@ Examples:
 @json_option
 def command(
     model: str,
-    reduction: str | None,
+    r: "ReductionSpec | None",
     method: str,
     pairs: tuple[str, ...],
-    blocks: str | None,
-    image_size: str | None,
+    blocks: tuple[int, ...] | None,
+    image_size: tuple[int, int] | None,
     as_json: bool,
 ) -> None:
-    """Token counts and GFLOPs of MODEL, block by block, without running it.
+    """Token counts and GFLOPs of MODEL per block, without running it.
 
-    MODEL is a name of timm's, or hf: and a name or a saved directory of transformers'.
+    MODEL is a timm name, or hf: and a name or a saved directory of transformers.
     """
     from ..planning import plan
 
-    result = plan(
-        model,
-        r=None if reduction is None else parse_reduction(reduction),
-        method=method,
-        blocks=parse_blocks(blocks),
-        image_size=parse_image_size(image_size),
-        **parse_options(pairs),
-    )
+    result = plan(model, r=r, method=method, blocks=blocks, image_size=image_size, **parse_options(pairs))
     click.echo(json.dumps(result.as_dict(), indent=2) if as_json else str(result))

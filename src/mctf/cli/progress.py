@@ -1,4 +1,4 @@
-"""A progress bar on stderr, where that is a terminal or the user wants one; elsewhere nothing."""
+"""A progress bar on stderr, by default only where stderr is a terminal."""
 
 import sys
 import time
@@ -11,17 +11,15 @@ if TYPE_CHECKING:
     from ..train.logging import Record
 
 Item = TypeVar("Item")
-StepSeen = Callable[[int, "Record | None"], None]  # called after each step, with the line of the log if there is one
-_MEMORY = 300  # seconds of the past that the time left is worked out from: some steps take a minute
+StepSeen = Callable[[int, "Record | None"], None]  # called after each step, with its log record if there is one
+_WINDOW = 300  # seconds over which the remaining time is estimated: some steps take a minute
 
 
 @contextmanager
 def progress(text: str, total: int | None = None, *, wanted: bool | None = None) -> Iterator[Callable[..., None]]:
-    """Gives a function to call after each of `total` steps, or after several with their number.
+    """Yields a function to call after each of `total` steps, or after several with their number.
 
-    Without a total the bar only shows that it lives.
-
-    wanted: what the user said about bars; without a word there is one where stderr is a terminal.
+    total: None for a bar that only shows activity. wanted: --progress or --no-progress; None for a bar on a terminal.
     """
     if not _has_bar(wanted):
         yield lambda _=1: None
@@ -30,13 +28,13 @@ def progress(text: str, total: int | None = None, *, wanted: bool | None = None)
     from rich.progress import Progress
 
     console = Console(stderr=True, force_terminal=wanted or None)
-    with Progress(console=console, transient=True, speed_estimate_period=_MEMORY) as bar:
+    with Progress(console=console, transient=True, speed_estimate_period=_WINDOW) as bar:
         task = bar.add_task(text, total=total)
         yield lambda steps=1: bar.advance(task, steps)
 
 
 def ticking(items: Iterable[Item], tick: Callable[[], None]) -> Iterator[Item]:
-    """The same items; `tick` is called when each is done with."""
+    """The same items; `tick` is called after each was processed."""
     for item in items:
         yield item
         tick()
@@ -51,12 +49,12 @@ def steps_bar(
     wanted: bool | None = None,
     lines: Callable[[str], None] | None = None,
 ) -> Iterator[StepSeen]:
-    """Gives a function to call after each step of training, with the line of the log if there is one.
+    """Yields a function to call after each training step, with its log record if there is one.
 
-    done: steps before this run. images: of one step, for images/s. lines: prints lines of the log where no bar is.
+    done: steps before this run. images: per step, for images/s. lines: prints log records where there is no bar.
     """
     if not _has_bar(wanted):
-        yield _teller(total, done=done, lines=lines)
+        yield _line_printer(total, done=done, lines=lines)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -84,17 +82,14 @@ def _has_bar(wanted: bool | None) -> bool:
     return sys.stderr.isatty() if wanted is None else wanted
 
 
-def _teller(total: int, *, done: int, lines: Callable[[str], None] | None) -> StepSeen:
-    """Prints each line of the log, and how long the rest will take at the pace of this run."""
+def _line_printer(total: int, *, done: int, lines: Callable[[str], None] | None) -> StepSeen:
+    """Prints each log record with the remaining time at the speed of this run."""
     start = time.monotonic()
 
-    def tell(step: int, record: "Record | None") -> None:
+    def show(step: int, record: "Record | None") -> None:
         if lines is not None and record is not None:
             left = (time.monotonic() - start) / max(1, step - done) * (total - step)
-            lines(f"step {step} of {total}: {_words(record)}, {timedelta(seconds=round(left))} left")
+            loss, speed = f"loss {record.total:.3f}", f"{record.images_per_second:,.0f} images/s"
+            lines(f"step {step} of {total}: {loss}, {speed}, {timedelta(seconds=round(left))} left")
 
-    return tell
-
-
-def _words(record: "Record") -> str:
-    return f"loss {record.total:.3f}, {record.images_per_second:,.0f} images/s"
+    return show

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MctfError
-from ..evaluation.setup import Measuring
-from ..evaluation.setup import Subject as Opened
 from .options import (
     FILE,
     batch_size_option,
@@ -31,6 +29,7 @@ from .output import check_folder
 from .progress import progress as progress_bar
 
 if TYPE_CHECKING:
+    from ..evaluation.setup import EvalRun
     from ..reproduce.records import Conditions, Record
     from ..reproduce.runner import Experiment, Subject
 
@@ -87,6 +86,7 @@ def command(
     if (model is None) != (data is None):
         raise MctfError("MODEL and --data belong together: give both, or neither to count costs alone")
 
+    from ..evaluation.setup import RunOptions, open_run
     from ..reproduce.runner import choose, experiments
     from ..reproduce.write import check_dependencies
 
@@ -99,10 +99,9 @@ def command(
     if model is None or data is None:
         report = _run(out, requested, None, {}, quick=quick, again=again, progress=options["progress"])
     else:
-        measuring = Measuring(model=model, data=data, limit=limit, workers=None, dtype="float32", **options)
-        with measuring.open() as opened:
-            subject, conditions = _subject(measuring, opened, quick=quick)
-            report = _run(out, requested, subject, conditions, quick=quick, again=again, progress=measuring.progress)
+        with open_run(RunOptions(model=model, data=data, limit=limit, **options)) as opened:
+            subject, conditions = _subject(opened, quick=quick)
+            report = _run(out, requested, subject, conditions, quick=quick, again=again, progress=options["progress"])
         for note in opened.dataset.notes:
             click.echo(f"note: {note}", err=True)
     click.echo(json.dumps(report, indent=1) if as_json else out / "index.html")
@@ -140,26 +139,27 @@ def _run(
     return write_report(out, finished, facts=_facts(records.conditions, finished, subject), skipped=work.skipped)
 
 
-def _subject(measuring: Measuring, opened: Opened, *, quick: bool) -> tuple["Subject", "Conditions"]:
+def _subject(opened: "EvalRun", *, quick: bool) -> tuple["Subject", "Conditions"]:
     """The model with its images, and everything that results depend on."""
     from ..hosts import find_host
     from ..reproduce.runner import Subject
 
-    if opened.processes.is_distributed:
+    settings = opened.options
+    if opened.distributed.is_distributed:
         raise MctfError("mctf reproduce runs in one process: start it without torchrun")
     find_host(opened.model)  # refuses an unsupported model before anything is measured
     conditions = {
-        "model": measuring.model,
-        "weights": "pretrained" if measuring.weights is None else measuring.weights.name,
-        "weights_bytes": None if measuring.weights is None else measuring.weights.stat().st_size,
-        "data": ",".join(Path(part.strip()).name for part in measuring.data.split(",")),
+        "model": settings.model,
+        "weights": "pretrained" if settings.weights is None else settings.weights.name,
+        "weights_bytes": None if settings.weights is None else settings.weights.stat().st_size,
+        "data": ",".join(Path(part.strip()).name for part in str(settings.data).split(",")),
         "images": len(opened.dataset),
         "image_size": list(opened.preprocessing.image_size),
         "crop_pct": opened.preprocessing.crop_pct,
         "classes": opened.dataset.targets is not None,
         "quick": quick,
     }
-    return Subject(measuring.model, opened.model, opened.batches, opened.preprocessing), conditions
+    return Subject(settings.model, opened.model, opened.batches, opened.preprocessing), conditions
 
 
 def _facts(conditions: "Conditions", finished: dict[str, "Record"], subject: "Subject | None") -> dict[str, str]:

@@ -1,44 +1,77 @@
-"""Results as tables for people, as wide as the terminal or, in a pipe, as wide as they need."""
+"""Results as tables on stdout, as wide as the terminal, or 120 columns in a pipe."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from .._utils import plural
 from ..core.schedule import ReductionSpec
-from ..evaluation.benchmark import Result
-from ..evaluation.compare import Outcome, Standing
+from ..evaluation.benchmark import Measurement
+from ..evaluation.compare import Comparison
 from ..evaluation.evaluate import Row
 
 _PIPE_WIDTH = 120
 _HEADINGS = ("method", "r", "top-1 %", "top-5 %", "agree %", "KL", "cosine", "GFLOPs", "images/s")
-_TIMINGS = ("contender", "ms", "spread", "images/s", "speed-up", "GFLOPs", "peak MiB", "off by")
-_MEAN = "*: r differs from block to block, and this is the mean over the blocks that reduce; --json lists them"
-_WORDS = ("method", "contender", "remark")  # columns that hold no numbers
+_TIMINGS = ("contender", "ms", "spread", "images/s", "speed-up", "GFLOPs", "peak MiB", "error")
+_OVER_MATMUL = "over matmul"
+_MEAN = "*: r differs between blocks; this is the mean over the blocks that reduce, and --json lists them"
+_TEXT_COLUMNS = ("method", "contender", "remark")
+
+
+def run_title(facts: dict[str, Any]) -> str:
+    """The line above a table, from the facts of an `EvalRun`."""
+    images = plural(facts["images"], "image")
+    return f"{facts['model']} on {images} of {facts['data']}, {facts['device']}, {facts['dtype']}"
 
 
 def print_rows(rows: Sequence[Row], *, title: str, notes: Sequence[str]) -> None:
-    """The rows of an evaluation on stdout, then its notes."""
+    """The rows of an evaluation, then its notes."""
     _print(_HEADINGS, [_cells(row) for row in rows], title, [*_footnotes(rows), *(f"note: {note}" for note in notes)])
 
 
-def print_benchmark(results: Sequence[Result], *, title: str, notes: Sequence[str]) -> None:
-    """The contenders of a benchmark on stdout, then what follows from them."""
-    _print(_TIMINGS, [_timing_cells(each) for each in results], title, notes)
+def print_comparison(comparison: Comparison, *, title: str, notes: Sequence[str]) -> None:
+    """The baseline and the methods at equal cost, then the notes."""
+    rows = [[*_cells(comparison.baseline), "-", ""]]
+    for result in comparison.results:
+        candidate = result.candidate
+        target = "none" if candidate.target is None else f"{candidate.target:g}"
+        remark = "untrained" if candidate.untrained else candidate.kind
+        rows.append([*_cells(result.row), target, remark])
+    footnotes = _footnotes([result.row for result in comparison.results])
+    _print((*_HEADINGS, "target", "remark"), rows, title, [*footnotes, *notes])
 
 
-def print_outcome(outcome: Outcome, *, title: str, notes: Sequence[str]) -> None:
-    """The standings of methods at equal cost on stdout below the plain model, then what follows from them."""
-    rows = [[*_cells(outcome.base), "-", ""], *(_standing_cells(each) for each in outcome.standings)]
-    footnotes = _footnotes([each.row for each in outcome.standings])
-    _print((*_HEADINGS, "wanted", "remark"), rows, title, [*footnotes, *notes])
+def print_benchmark(results: Sequence[Measurement], *, title: str, notes: Sequence[str]) -> None:
+    """The contenders of a benchmark, then the verdicts on them."""
+    headings, rows = list(_TIMINGS), []
+    for result in results:
+        rows.append(
+            [
+                result.label,
+                _number(result.milliseconds, ".2f"),
+                _number(result.spread, ".1%"),
+                _number(result.images_per_second, ",.0f"),
+                _number(result.speedup, ".2f"),
+                _number(result.gflops, ".2f"),
+                _number(result.peak_mib, ",.0f"),
+                _number(result.difference, ".2%"),
+            ]
+        )
+    if any(result.speedup_over_matmul is not None for result in results):
+        place = headings.index("speed-up") + 1
+        headings.insert(place, _OVER_MATMUL)
+        for cells, result in zip(rows, results, strict=True):
+            cells.insert(place, _number(result.speedup_over_matmul, ".2f"))
+    _print(headings, rows, title, notes)
 
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, notes: Sequence[str]) -> None:
     table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in _WORDS else "right", overflow="fold")
+        table.add_column(heading, justify="left" if heading in _TEXT_COLUMNS else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console = Console(highlight=False, markup=False)
@@ -50,27 +83,10 @@ def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, n
         console.print(note, soft_wrap=True)
 
 
-def _standing_cells(standing: Standing) -> list[str]:
-    entrant = standing.entrant
-    remark = "untrained" if entrant.untrained else entrant.kind
-    return [*_cells(standing.row), "own" if entrant.target is None else f"{entrant.target:g}", remark]
-
-
-def _timing_cells(result: Result) -> list[str]:
-    return [
-        result.name,
-        _number(result.milliseconds, ".2f"),
-        _number(result.spread, ".1%"),
-        _number(result.images_per_second, ",.0f"),
-        _number(result.speedup, ".2f"),
-        _number(result.gflops, ".2f"),
-        _number(result.peak_mib, ",.0f"),
-        _number(result.difference, ".2%"),
-    ]
-
-
 def _cells(row: Row) -> list[str]:
-    numbers = (
+    return [
+        row.method,
+        _format_r(row.r),
         _number(row.top1, ".1f"),
         _number(row.top5, ".1f"),
         _number(row.agreement, ".1f"),
@@ -78,20 +94,19 @@ def _cells(row: Row) -> list[str]:
         _number(row.class_cosine, ".4f"),
         ("" if row.mean_tokens is None else "~") + _number(row.gflops, ".2f"),
         _number(row.images_per_second, ".1f"),
-    )
-    return [row.method, _reduction(row.r), *numbers]
+    ]
 
 
-def _reduction(r: ReductionSpec) -> str:
-    """r as it was given; of a list the mean over the blocks that reduce, with a mark that `_footnotes` explains."""
+def _format_r(r: ReductionSpec) -> str:
+    """r as it was given; for a list the mean over the blocks that reduce, with a mark that `_footnotes` explains."""
     if isinstance(r, (str, int, float)):
         return str(r)
-    taken = [entry for entry in r if entry]
-    return f"{sum(taken) / max(1, len(taken)):.2f}*"
+    amounts = [amount for amount in r if amount]
+    return f"{sum(amounts) / max(1, len(amounts)):.2f}*"
 
 
 def _footnotes(rows: Sequence[Row]) -> list[str]:
-    return [_MEAN] if any("*" in _reduction(row.r) for row in rows) else []
+    return [_MEAN] if any("*" in _format_r(row.r) for row in rows) else []
 
 
 def _number(value: float | None, form: str) -> str:

@@ -2,27 +2,29 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import MctfError
 from ..models.loading import load_described
 from .options import (
+    BLOCKS,
     FILE,
     blocks_option,
     image_size_option,
     json_option,
     method_option,
     options_option,
-    parse_blocks,
-    parse_image_size,
     parse_options,
-    parse_reduction,
     reduction_option,
     weights_option,
 )
 from .output import check_writable
 from .progress import progress
+
+if TYPE_CHECKING:
+    from ..core.schedule import ReductionSpec
 
 
 @click.command(
@@ -30,19 +32,21 @@ from .progress import progress
     epilog="""\b
 Examples:
   mctf visualize cat.jpg --model embedded
-  mctf visualize cat.jpg dog.jpg --model deit_tiny_patch16_224 --weights tiny.safetensors --output fused.png
-  mctf visualize cat.jpg --model deit_small_patch16_224 -r fast --method tome --show-blocks 3,6,9
+  mctf visualize cat.jpg dog.jpg --model deit_tiny_patch16_224 \\
+      --weights tiny.safetensors --output fused.png
+  mctf visualize cat.jpg --model deit_small_patch16_224 -r fast \\
+      --method tome --show-blocks 3,6,9
 """,
 )
 @click.argument("images", nargs=-1, required=True, type=FILE, metavar="IMAGE…")
-@click.option("--model", required=True, help="A timm model, as in deit_small_patch16_224, or hf:NAME.")
+@click.option("--model", required=True, help="A timm name, as in deit_small_patch16_224, or hf:NAME.")
 @weights_option
 @click.option("--random-weights", is_flag=True, help="Run without trained weights.")
 @reduction_option("16")
 @method_option
 @options_option
 @blocks_option
-@click.option("--show-blocks", metavar="I,J,…", help="Blocks to show; quarters of the depth and the last by default.")
+@click.option("--show-blocks", type=BLOCKS, help="Blocks to show; by default at each quarter of the depth.")
 @image_size_option
 @click.option("--scale", type=click.IntRange(1, 16), help="Enlargement; 3 by default, more for small images.")
 @click.option(
@@ -59,37 +63,40 @@ def command(
     model: str,
     weights: Path | None,
     random_weights: bool,
-    reduction: str,
+    r: "ReductionSpec",
     method: str,
     pairs: tuple[str, ...],
-    blocks: str | None,
-    show_blocks: str | None,
-    image_size: str | None,
+    blocks: tuple[int, ...] | None,
+    show_blocks: tuple[int, ...] | None,
+    image_size: tuple[int, int] | None,
     scale: int | None,
     output: Path,
     as_json: bool,
 ) -> None:
-    """Draw each IMAGE as the model sees it, and what its patches became in some blocks, side by side.
+    """Draw each IMAGE as the model sees it, beside its fused patches.
 
-    Patches fused into one token share their mean colour and a border; patches that are still alone keep their
-    pixels; patches that a method has dropped are grey with stripes. One row an image.
+    One row per image, one column per block. Patches fused into one token share their mean color and a border. Patches
+    that are still separate keep their pixels. Dropped patches are gray with stripes.
     """
-    r, fused_blocks, size = parse_reduction(reduction), parse_blocks(blocks), parse_image_size(image_size)
-    shown, options = parse_blocks(show_blocks, option="--show-blocks"), parse_options(pairs)
-    _check_output(output)
+    options = parse_options(pairs)
+    if output.suffix.lower() != ".png":
+        raise MctfError(f"the picture is a PNG: name it {output.stem}.png, not {output.name}")
+    check_writable(output)
 
     from ..api import fuse
     from ..data import Preprocessing
     from ..hosts import find_host
+    from ..methods import make_method
     from ..planning import plan
     from ..viz.contact_sheet import choose_blocks, contact_sheet, write_png
     from ..viz.fused_patches import open_image
 
+    make_method(method, options)  # before a download
     opened = [open_image(path) for path in images]
-    loaded, source = load_described(model, weights=weights, random=random_weights, image_size=size)
-    chosen = choose_blocks(shown, find_host(loaded).depth)
-    counts = plan(loaded, r=r, method=method, blocks=fused_blocks, **options).token_counts
-    fuse(loaded, method, r=r, blocks=fused_blocks, **options)
+    loaded, source = load_described(model, weights=weights, random=random_weights, image_size=image_size)
+    chosen = choose_blocks(show_blocks, find_host(loaded).depth)
+    counts = plan(loaded, r=r, method=method, blocks=blocks, **options).token_counts
+    fuse(loaded, method, r=r, blocks=blocks, **options)
     preprocessing = Preprocessing.of(loaded)
     transform = preprocessing.transform()
     with progress("drawing", len(opened)) as advance:
@@ -107,9 +114,3 @@ def command(
         "blocks": [{"block": block, "tokens": counts[block]} for block in chosen],
     }
     click.echo(json.dumps(facts, indent=2) if as_json else output)
-
-
-def _check_output(path: Path) -> None:
-    if path.suffix.lower() != ".png":
-        raise MctfError(f"the picture is a PNG: name it {path.stem}.png, not {path.name}")
-    check_writable(path)

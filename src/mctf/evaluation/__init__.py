@@ -1,1 +1,1 @@
-"""What fusing saves and what it costs: FLOPs, fidelity, throughput."""
+"""What token fusion saves and what it costs: FLOPs, fidelity to the unfused model, throughput."""

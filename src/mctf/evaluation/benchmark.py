@@ -1,8 +1,23 @@
-"""What a benchmark found, and what is to be said of it in words."""
+"""Speed of a model unfused, fused by each method, and with tokens dropped at no cost, all timed in one run.
+
+Contenders share the weights:
+
+    baseline         the unfused model
+    baseline_matmul  the unfused model, patch embedding as a matrix product
+    mctf, tome, ...  fused by this method
+    free_drop        the free-drop upper bound: as many tokens dropped as the methods merge, without choosing them
+    free_drop_conv   the same with the patch embedding as a convolution
+
+On a GPU in reduced precision a fused model embeds patches by a matrix product, which is faster than the convolution.
+The speed-up over `baseline` includes that gain; the speed-up over `baseline_matmul` is due to fewer tokens alone. In
+other cases the product is not used, and `baseline_matmul` and `free_drop_conv` are left out.
+
+Correctness comes first: a model whose kernels disagree with the reference operations is not timed.
+"""
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -14,84 +29,29 @@ from torch import Tensor, nn
 from ..api import fuse
 from ..core.schedule import ReductionSpec
 from ..errors import MctfError, did_you_mean
+from ..hosts import find_host
 from ..hosts.patch_embed import MatmulPatchEmbed
 from ..kernels import plain_operations
 from ..methods import make_method
 from ..models.loading import copy_sharing_weights
 from ..planning import plan
-from .timing import DISTURBED, STEADY, Timing, measure, synchronize
+from .timing import MAX_SPREAD, UNSTABLE, Timing, synchronize, time_interleaved
 
-PLAIN = "plain"
-CEILING = "free_drop"
-_BOUND = 0.9  # a device that has been given its work so late in a pass has waited for it
-
-
-@dataclass(frozen=True)
-class Result:
-    """One contender: medians over rounds, spread as a share of the median, memory in MiB where known.
-
-    launch_milliseconds: what the host takes to queue a pass on a device that works meanwhile; None on a CPU.
-    """
-
-    name: str
-    r: ReductionSpec
-    batch: int
-    milliseconds: float
-    spread: float
-    images_per_second: float
-    speedup: float
-    gflops: float
-    peak_mib: float | None
-    launch_milliseconds: float | None
-    difference: float | None
-
-    @property
-    def bound_by_launches(self) -> bool:
-        """Whether the device waits for the host rather than the host for the device."""
-        return self.launch_milliseconds is not None and self.launch_milliseconds > _BOUND * self.milliseconds
-
-
-def verdicts(results: Sequence[Result]) -> list[str]:
-    """For every fused contender that it does not pay, or its distance to the ceiling; and whether to trust all this."""
-    ceiling = next((each for each in results if each.name == CEILING), None)
-    fused = [each for each in results if each.name != PLAIN and not each.name.startswith(CEILING)]
-    lines = [_gain(each, ceiling) for each in fused]
-    bound = [each.name for each in fused if each.bound_by_launches]
-    if bound:
-        lines.append(
-            f"bound by the host, which launches more slowly than the GPU computes: {', '.join(bound)}; "
-            "--compile --mode reduce-overhead, or a larger batch, shows what the GPU gains"
-        )
-    if any(each.spread > STEADY for each in results):
-        lines.append(DISTURBED)
-    return lines
-
-
-def _gain(fused: Result, ceiling: Result | None) -> str:
-    if fused.speedup < 1:
-        return f"{fused.name} r={fused.r} does not pay here: {fused.speedup:.2f} times the plain model's speed"
-    gain = f"{fused.name} r={fused.r}: {fused.speedup:.2f}x"
-    if ceiling is None:
-        return gain
-    behind = fused.milliseconds / ceiling.milliseconds - 1
-    side = "slower" if behind >= 0 else "faster"  # ToMe also fuses in the first block
-    return f"{gain}, {abs(behind):.0%} {side} than dropping for nothing"
-
-
-# MERGED from mctf.evaluation.benchmark:
-# Fused models against the clock: plain, fused, and tokens dropped for nothing, all in one run.
-#
-# Correctness comes first: a fused model whose fast operations disagree with the plain ones is not timed. Every
-# contender shares the weights. Tokens dropped for nothing are measured with the model's own patch embedding and with
-# the matrix product that fused models use on a GPU: the first says what a free method could gain over the plain
-# model, the second what matching and pooling cost.
-
+BASELINE, BASELINE_MATMUL = "baseline", "baseline_matmul"
+FREE_DROP, FREE_DROP_CONV = "free_drop", "free_drop_conv"
+LABELS = {
+    BASELINE_MATMUL: "baseline, matmul patch embedding",
+    FREE_DROP: "free-drop upper bound",
+    FREE_DROP_CONV: "free-drop upper bound, conv patch embedding",
+}
+_REDUCED_PRECISION = (torch.bfloat16, torch.float16)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 _CHECKED_IMAGES = 4
+_LAUNCH_BOUND = 0.9  # share of a pass spent launching above which the device waits for the host
 
 
 @dataclass(frozen=True)
-class Contest:
+class BenchmarkConfig:
     """What is timed: methods with one r, at one batch and image size."""
 
     methods: tuple[str, ...]
@@ -107,110 +67,212 @@ class Contest:
             raise MctfError(f"{self.compiled!r} is no mode of torch.compile: {did_you_mean(self.compiled, modes)}")
 
     @property
-    def replays_graphs(self) -> bool:
+    def uses_cuda_graphs(self) -> bool:
         """Whether a pass is the replay of a CUDA graph."""
         return self.compiled is not None and "triton.cudagraphs" in torch._inductor.list_mode_options(self.compiled)
 
 
-def benchmark(model: nn.Module, contest: Contest, *, tick: Callable[[], object] = lambda: None) -> tuple[Result, ...]:
-    """Time the plain model and every contender on random images, interleaved; `tick` is called after each step."""
-    if contest.compiled is None:
-        return _benchmark(model, contest, tick)
-    for name in contest.methods:
+@dataclass(frozen=True)
+class Measurement:
+    """One contender: medians over rounds, spread as a share of the median, peak memory in MiB where it is counted.
+
+    speedup: over the baseline. speedup_over_matmul: over the baseline with the patch embedding as a matrix product;
+    None where there is no such contender. launch_milliseconds: time of the host to queue a pass; None on a CPU.
+    difference: relative error of the output against float32 and reference operations; None where it is not checked.
+    """
+
+    name: str
+    label: str
+    r: ReductionSpec
+    batch: int
+    milliseconds: float
+    spread: float
+    images_per_second: float
+    speedup: float
+    speedup_over_matmul: float | None
+    gflops: float
+    peak_mib: float | None = None
+    launch_milliseconds: float | None = None
+    difference: float | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a method is measured, not a baseline or an upper bound."""
+        return self.name not in (BASELINE, BASELINE_MATMUL, FREE_DROP, FREE_DROP_CONV)
+
+    @property
+    def launch_bound(self) -> bool:
+        """Whether the device waits for the host."""
+        return self.launch_milliseconds is not None and self.launch_milliseconds > _LAUNCH_BOUND * self.milliseconds
+
+
+def verdicts(results: Sequence[Measurement]) -> list[str]:
+    """Per method its speed-up over both baselines and its distance to the upper bound; then what limits trust in it."""
+    upper_bound = next((each for each in results if each.name == FREE_DROP), None)
+    fused = [each for each in results if each.is_fused]
+    lines = []
+    for each in fused:
+        if each.speedup < 1:
+            lines.append(f"{each.label} r={each.r} does not pay here: {each.speedup:.2f}x the baseline's speed")
+            continue
+        parts = [f"{each.label} r={each.r}: {each.speedup:.2f}x"]
+        if each.speedup_over_matmul is not None:
+            parts.append(f"{each.speedup_over_matmul:.2f}x over the baseline with a matmul patch embedding")
+        if upper_bound is not None:
+            slower = each.milliseconds / upper_bound.milliseconds - 1
+            side = "slower" if slower >= 0 else "faster"  # ToMe also fuses in the first block
+            parts.append(f"{abs(slower):.0%} {side} than the free-drop upper bound")
+        lines.append(", ".join(parts))
+    if not any(each.name == BASELINE_MATMUL for each in results):
+        lines.append(
+            "every contender embeds patches by the model's own convolution: "
+            "the matrix product is used on a GPU in bfloat16 or float16"
+        )
+    if bound := [each.name for each in fused if each.launch_bound]:
+        lines.append(
+            f"launch-bound, the GPU waits for the host: {', '.join(bound)}; "
+            "--compile --mode reduce-overhead, or a larger batch, shows what the GPU gains"
+        )
+    if any(each.spread > MAX_SPREAD for each in results):
+        lines.append(UNSTABLE)
+    return lines
+
+
+def benchmark(
+    model: nn.Module, config: BenchmarkConfig, *, tick: Callable[[], object] = lambda: None
+) -> tuple[Measurement, ...]:
+    """Time all contenders on random images, interleaved; `tick` is called after each step."""
+    if config.compiled is None:
+        return _benchmark(model, config, tick)
+    for name in config.methods:
         if make_method(name, {}).adaptive:
             raise MctfError(
-                f"{name} keeps as many tokens as each image needs, which no graph can know: leave out --compile"
+                f"{name} keeps as many tokens as each image needs, so its shapes depend on the data: omit --compile"
             )
     torch.compiler.reset()
-    # contenders share the code of their class, and torch.compile keeps only so many versions of one code
-    with torch._dynamo.config.patch(recompile_limit=4 * (len(contest.methods) + 3)):
-        return _benchmark(model, contest, tick)
+    # contenders share the code of their class, and torch.compile keeps a limited number of versions per code object
+    with torch._dynamo.config.patch(recompile_limit=4 * (len(config.methods) + len(LABELS) + 1)):
+        return _benchmark(model, config, tick)
 
 
-def _benchmark(model: nn.Module, contest: Contest, tick: Callable[[], object]) -> tuple[Result, ...]:
+def _benchmark(model: nn.Module, config: BenchmarkConfig, tick: Callable[[], object]) -> tuple[Measurement, ...]:
     weight = next(model.parameters())
-    height, width = contest.image_size
+    height, width = config.image_size
     channels = getattr(model, "in_chans", 3)
-    images = torch.randn(contest.batch, channels, height, width, device=weight.device).to(weight.dtype)
-    models = dict(_contenders(model, contest))
-    runs = {name: _pass(made, contest) for name, made in models.items()}
+    images = torch.randn(config.batch, channels, height, width, device=weight.device).to(weight.dtype)
+    reduced_precision = (config.training or weight.dtype) in _REDUCED_PRECISION
+    contenders = make_contenders(model, config, matmul=weight.is_cuda and reduced_precision)
+    runs = {name: _pass(each, config) for name, each in contenders.items()}
     differences = {
-        name: check(made, images, name, run=runs[name] if contest.training is None else None)
-        for name, made in models.items()
-        if name != PLAIN and not name.startswith(CEILING)
+        name: check(each, images, name, run=runs[name] if config.training is None else None)
+        for name, each in contenders.items()
+        if name not in (BASELINE, FREE_DROP, FREE_DROP_CONV)
     }
     passes = {name: partial(run, images) for name, run in runs.items()}
-    seen: dict[str, dict[str, float | None]] = {}
+    peaks, launches = {}, {}
     for name, once in passes.items():
-        with torch.inference_mode(contest.training is None):
-            peak = _peak(once, weight.device)
-            # a graph has memory of its own, which is not counted
-            seen[name] = {"difference": differences.get(name), "peak_mib": None if contest.replays_graphs else peak}
+        with torch.inference_mode(config.training is None):
+            peaks[name] = _peak_mib(once, weight.device)
         tick()
-    timing = partial(measure, device=weight.device, gradient=contest.training is not None)
-    repeats = _repeats(timing({PLAIN: passes[PLAIN]}, rounds=3, warmup=1)[PLAIN])
-    times = timing(
+    timing = partial(time_interleaved, device=weight.device, gradient=config.training is not None)
+    repeats = _repeats(timing({BASELINE: passes[BASELINE]}, rounds=3, warmup=1)[BASELINE])
+    timings = timing(
         {name: partial(_repeat, once, repeats) for name, once in passes.items()},
-        rounds=contest.rounds,
+        rounds=config.rounds,
         settle=True,
         after_round=tick,
     )
     for name, once in passes.items():
-        with torch.inference_mode(contest.training is None):
-            seen[name]["launch_milliseconds"] = _launching(once, weight.device)
-    return tuple(
-        _result(name, seconds, times[PLAIN], repeats, contest, model, **seen[name]) for name, seconds in times.items()
-    )
+        with torch.inference_mode(config.training is None):
+            launches[name] = _launch_milliseconds(once, weight.device)
+
+    architecture = find_host(model).architecture(config.image_size)
+    results = []
+    for name, measured in timings.items():
+        method = {BASELINE: "mctf", BASELINE_MATMUL: "mctf", FREE_DROP_CONV: FREE_DROP}.get(name, name)
+        r: ReductionSpec = 0 if name in (BASELINE, BASELINE_MATMUL) else config.r
+        seconds = measured.median / repeats
+        results.append(
+            Measurement(
+                name=name,
+                label=LABELS.get(name, name),
+                r=r,
+                batch=config.batch,
+                milliseconds=seconds * 1e3,
+                spread=measured.spread,
+                images_per_second=config.batch / seconds,
+                speedup=measured.speedup_over(timings[BASELINE]),
+                speedup_over_matmul=(
+                    measured.speedup_over(timings[BASELINE_MATMUL]) if BASELINE_MATMUL in timings else None
+                ),
+                gflops=plan(model, method=method, r=r, architecture=architecture).gflops,
+                peak_mib=None if config.uses_cuda_graphs else peaks[name],  # a graph's own memory is not counted
+                launch_milliseconds=launches[name],
+                difference=differences.get(name),
+            )
+        )
+    return tuple(results)
 
 
-def _contenders(model: nn.Module, contest: Contest) -> Iterator[tuple[str, nn.Module]]:
-    yield PLAIN, copy_sharing_weights(model).eval()
-    for method in (*contest.methods, CEILING):
-        yield method, fuse(copy_sharing_weights(model), method, r=contest.r).eval()
-    ceiling = fuse(copy_sharing_weights(model), CEILING, r=contest.r).eval()
-    projections = [module for module in ceiling.modules() if isinstance(module, MatmulPatchEmbed)]
-    for projection in projections:
-        projection.wanted = _never
-    if projections and next(model.parameters()).is_cuda:
-        yield f"{CEILING}, own patch embedding", ceiling
+def make_contenders(model: nn.Module, config: BenchmarkConfig, *, matmul: bool) -> dict[str, nn.Module]:
+    """Copies of the model by name, in the order of the table, all around the same weights.
+
+    matmul: whether fused models embed patches by a matrix product; `baseline_matmul` and `free_drop_conv` are
+    contenders only then, and only where the patch embedding is a bare convolution.
+    """
+    convolutions = copy_sharing_weights(model)
+    free_drop, free_drop_conv = (fuse(copy_sharing_weights(model), FREE_DROP, r=config.r) for _ in range(2))
+    paths = [path for path, part in free_drop.named_modules() if isinstance(part, MatmulPatchEmbed)]
+    contenders = {BASELINE: copy_sharing_weights(model)}
+    if matmul and paths:
+        contenders[BASELINE_MATMUL] = copy_sharing_weights(model)
+        for path in paths:
+            convolution: Any = convolutions.get_submodule(path)
+            contenders[BASELINE_MATMUL].set_submodule(path, MatmulPatchEmbed.of(convolution, _always))
+            free_drop_conv.set_submodule(path, convolution)
+    for method in config.methods:
+        contenders[method] = fuse(copy_sharing_weights(model), method, r=config.r)
+    contenders[FREE_DROP] = free_drop
+    if BASELINE_MATMUL in contenders:
+        contenders[FREE_DROP_CONV] = free_drop_conv
+    return {name: each.eval() for name, each in contenders.items()}
 
 
-def _never() -> bool:
-    return False
+def _always() -> bool:
+    return True
 
 
 @torch.inference_mode()
-def check(fused: nn.Module, images: Tensor, name: str, *, run: Callable[[Tensor], Any] | None = None) -> float:
-    """How far the fused model is from itself in float32 and plain operations: the median over a few images, relative.
+def check(model: nn.Module, images: Tensor, name: str, *, run: Callable[[Tensor], Any] | None = None) -> float:
+    """Relative error of a model against itself in float32 with reference operations, the median over a few images.
 
-    The median, because two pairs of tokens may score alike within rounding, and then one image may rightly differ.
-    run: the compiled model, so that what is checked is what is timed, and no kernel is built for the check alone.
+    The median, because two pairs of tokens may score alike within rounding, and one image may then rightly differ.
+    run: the compiled model, so that the timed code is the checked code, and no kernel is built for the check alone.
     """
-    reference = copy.deepcopy(fused).float()
+    reference = copy.deepcopy(model).float()
     with plain_operations():
         expected = reference(images[:_CHECKED_IMAGES].float())
-    found = fused(images[:_CHECKED_IMAGES]) if run is None else run(images)[:_CHECKED_IMAGES]
-    found = found.float()
-    distance = ((found - expected).norm(dim=1) / expected.norm(dim=1)).median().item()
-    if not distance <= _TOLERANCE[images.dtype]:
+    output = model(images[:_CHECKED_IMAGES]) if run is None else run(images)[:_CHECKED_IMAGES]
+    error = ((output.float() - expected).norm(dim=1) / expected.norm(dim=1)).median().item()
+    if not error <= _TOLERANCE[images.dtype]:
         raise MctfError(
-            f"{name} is wrong on this machine: its output is {distance:.1%} off in {images.dtype}; "
-            "set MCTF_KERNELS=0 to do without its kernels, and please report it"
+            f"{name} is wrong on this machine: its output is {error:.1%} off in {images.dtype}; "
+            "set MCTF_KERNELS=0 to run without its kernels, and please report it"
         )
-    return distance
+    return error
 
 
-def _pass(model: nn.Module, contest: Contest) -> Callable[[Tensor], Any]:
-    """What is timed: a forward pass, or one of training."""
-    forward: Callable[[Tensor], Tensor] = model.train(contest.training is not None)
-    if contest.compiled is not None:
-        mode = None if contest.compiled == "default" else contest.compiled
+def _pass(model: nn.Module, config: BenchmarkConfig) -> Callable[[Tensor], Any]:
+    """What is timed: a forward pass, or a forward and a backward pass."""
+    forward: Callable[[Tensor], Tensor] = model.train(config.training is not None)
+    if config.compiled is not None:
+        mode = None if config.compiled == "default" else config.compiled
         forward = torch.compile(model, fullgraph=True, mode=mode)
-    return forward if contest.training is None else partial(_train, model, forward, contest.training)
+    return forward if config.training is None else partial(_train, model, forward, config.training)
 
 
 def _train(model: nn.Module, forward: Callable[[Tensor], Tensor], dtype: torch.dtype, images: Tensor) -> None:
-    """Forward and backward, without an optimiser: its time does not depend on tokens."""
+    """Forward and backward, without an optimizer: its time does not depend on tokens."""
     model.zero_grad(set_to_none=True)
     with torch.autocast(images.device.type, dtype, enabled=dtype != images.dtype):
         logits = forward(images)
@@ -218,7 +280,7 @@ def _train(model: nn.Module, forward: Callable[[Tensor], Tensor], dtype: torch.d
 
 
 def _repeats(timing: Timing) -> int:
-    """So many passes that one timing takes about a fifth of a second: shorter ones measure the clock."""
+    """Passes per timing, so that it takes about 0.2 s: shorter ones measure the clock."""
     return max(1, min(200, round(0.2 / timing.median)))
 
 
@@ -227,8 +289,8 @@ def _repeat(once: Callable[[], object], repeats: int) -> None:
         once()
 
 
-def _peak(once: Callable[[], object], device: torch.device) -> float | None:
-    """MiB at the peak of a pass, weights and images included; warms the model up as well."""
+def _peak_mib(once: Callable[[], object], device: torch.device) -> float | None:
+    """Peak memory of a pass, weights and images included; None off a CUDA device. Also warms the model up."""
     for _ in range(3):
         once()
     if device.type != "cuda":
@@ -240,8 +302,8 @@ def _peak(once: Callable[[], object], device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 2**20
 
 
-def _launching(once: Callable[[], object], device: torch.device) -> float | None:
-    """Milliseconds until a pass is queued on an idle device, not done: the median of a few; None on a CPU."""
+def _launch_milliseconds(once: Callable[[], object], device: torch.device) -> float | None:
+    """Time until a pass is queued on an idle device, not finished: the median of a few; None on a CPU."""
     if device.type == "cpu":
         return None
     seconds = []
@@ -252,29 +314,3 @@ def _launching(once: Callable[[], object], device: torch.device) -> float | None
         seconds.append(time.perf_counter() - start)
     synchronize(device)
     return median(seconds) * 1e3
-
-
-def _result(
-    name: str,
-    timing: Timing,
-    plain: Timing,
-    repeats: int,
-    contest: Contest,
-    model: nn.Module,
-    **seen: float | None,
-) -> Result:
-    method = name.partition(",")[0]
-    r: ReductionSpec = 0 if name == PLAIN else contest.r
-    made = plan(model, method="mctf" if name == PLAIN else method, r=r, image_size=contest.image_size)
-    seconds = timing.median / repeats
-    return Result(
-        name=name,
-        r=r,
-        batch=contest.batch,
-        milliseconds=seconds * 1e3,
-        spread=timing.spread,
-        images_per_second=contest.batch / seconds,
-        speedup=timing.speedup_over(plain),
-        gflops=made.gflops,
-        **seen,
-    )

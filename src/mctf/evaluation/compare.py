@@ -1,8 +1,8 @@
-"""Methods against each other at equal cost: who loses least of what the plain model says.
+"""Which method stays closest to the baseline's predictions when all methods cost the same.
 
-Each method is brought to every wanted cost (`budget`), and all of them run over the same images in one pass
-(`evaluate`), batch by batch in turn, which is also when they are timed. A method that cannot serve the model, or not
-at that cost, is listed with the reason. One whose cost is its own is measured beside the others and not ranked.
+Each method is brought to every target cost (`match_flops`), and all of them run over the same images in one pass
+(`evaluate`), batch by batch in turn, which also times them. A method that does not support the model, or cannot reach
+the target, is listed with the reason. A method whose cost does not depend on r is measured too, but not ranked.
 
 Axes: B images, 3 H W.
 """
@@ -24,20 +24,19 @@ from ..methods.base import Method
 from ..models.loading import copy_sharing_weights
 from .evaluate import Row, Setting, evaluate
 from .fidelity import Scores
-from .match_flops import Ladder, find_ladder
+from .match_flops import ReductionSweep, sweep_reductions
 from .significance import Difference
 
-FREE, LEARNED, CONTROL = "parameter-free", "learned", "control"
-_CONTROLS = ("random", "free_drop")
-_OURS, _VARIANT = "mctf", "mctf_exact"
-_OFF = 0.02  # a cost so far from the wanted one, as a share of it, is worth a note
+PARAMETER_FREE, LEARNED, CONTROL = "parameter-free", "learned", "control"
+_MCTF, _VARIANT = "mctf", "mctf_exact"
+_TOLERANCE = 0.02  # a relative distance from the target cost above this gets a note
 
 
 @dataclass(frozen=True)
-class Entrant:
-    """A method that takes part. target: GFLOPs it was brought to; None where its cost is its own.
+class Candidate:
+    """A method to be measured. target: GFLOPs it was brought to; None where its cost does not depend on r.
 
-    kind: "parameter-free", "learned" or "control". untrained: whether it has layers that nobody has trained.
+    kind: "parameter-free", "learned" or "control". untrained: whether it has layers without trained weights.
     """
 
     setting: Setting
@@ -48,7 +47,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A method that does not take part. target: the cost it was asked for; None where it suits the model at none."""
+    """A method that is not measured. target: the cost it cannot reach; None where it does not support the model."""
 
     method: str
     target: float | None
@@ -56,141 +55,140 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """An entrant and what was measured of it, in the mean and image by image."""
+class Result:
+    """A candidate with its metrics, averaged (row) and per image (scores)."""
 
-    entrant: Entrant
+    candidate: Candidate
     row: Row
     scores: Scores = field(compare=False, repr=False)
 
     @property
     def loss(self) -> float:
-        """What is lost of the plain model: KL, or the angle of the features where there are no classes."""
+        """Distance from the baseline: KL, or 1 - cosine of the features where there are no classes."""
         return 1 - (self.row.class_cosine or 0.0) if self.row.kl is None else self.row.kl
 
-    def behind(self, other: "Standing") -> Difference:
-        """How much more is lost than by another one on the same images."""
+    def behind(self, other: "Result") -> Difference:
+        """By how much the loss is above that of another result on the same images."""
         return Difference.of(self._losses, other._losses)
 
     @property
     def _losses(self) -> Tensor:
         return 1 - self.scores.class_cosine if self.scores.kl is None else self.scores.kl
 
+    @property
+    def metric(self) -> str:
+        """The metric behind `loss`, for a sentence: "KL 0.05" or "cosine 0.9500"."""
+        row = self.row
+        return f"cosine {row.class_cosine:.4f}" if row.kl is None else f"KL {row.kl:.3g}"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""
-        entrant = self.entrant
-        about = {"target_gflops": entrant.target, "kind": entrant.kind, "untrained": entrant.untrained}
-        return {**asdict(self.row), **about}
+        candidate = self.candidate
+        facts = {"target_gflops": candidate.target, "kind": candidate.kind, "untrained": candidate.untrained}
+        return {**asdict(self.row), **facts}
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Standings from the cheapest target to the dearest, those who lose least first; own costs last."""
+class Comparison:
+    """Results from the lowest target to the highest, within a target by increasing loss; those without target last."""
 
     images: int
-    base: Row
-    standings: tuple[Standing, ...]
+    baseline: Row
+    results: tuple[Result, ...]
     notes: tuple[str, ...]
 
 
-def enter(
+def find_candidates(
     model: nn.Module,
     methods: Sequence[str],
     targets: Sequence[float],
     *,
     images: Tensor,
     tick: Callable[[], object] = lambda: None,
-) -> tuple[list[Entrant], list[Refusal]]:
+) -> tuple[list[Candidate], list[Refusal]]:
     """Bring every method to every target (GFLOPs) on an unfused model; `tick` is called after each method.
 
-    images: B 3 H W, where and as the model is, a sample to measure the cost on where each image decides.
+    images: B 3 H W on the device and in the dtype of the model, a sample to measure the cost of adaptive methods on.
     """
-    entrants: list[Entrant] = []
+    candidates: list[Candidate] = []
     refusals: list[Refusal] = []
     for method in methods:
         try:
-            ladder = find_ladder(model, method, images=images)
+            sweep = sweep_reductions(model, method, images=images)
         except MctfError as refused:
             refusals.append(Refusal(method, None, str(refused)))
         else:
-            for target in targets if ladder is not None else (None,):
+            for target in targets if sweep is not None else (None,):
                 try:
-                    entrants.append(_entrant(model, method, ladder, target, images))
+                    candidates.append(_candidate(model, method, sweep, target, images))
                 except MctfError as refused:
                     refusals.append(Refusal(method, target, str(refused)))
         tick()
-    return entrants, refusals
+    return candidates, refusals
 
 
-def _entrant(model: nn.Module, method: str, ladder: Ladder | None, target: float | None, images: Tensor) -> Entrant:
-    """Tried on one image: a few refusals only come when the model runs."""
+def _candidate(
+    model: nn.Module, method: str, sweep: ReductionSweep | None, target: float | None, images: Tensor
+) -> Candidate:
+    """A candidate that has run on one image: some refusals are only raised in a forward pass."""
     made = make_method(method, {})
+    r = made.default_r if sweep is None or target is None else sweep.closest(target)
     with warnings.catch_warnings(action="ignore", category=UntrainedWarning), torch.inference_mode():
-        r = made.default_r if ladder is None or target is None else ladder.nearest(target)
         fused = fuse(copy_sharing_weights(model), method, r=r).eval()
         fused(images[:1])
     untrained = bool(fused_stack(fused).layers) and not stashed_layers(model)
-    return Entrant(Setting(method, r), target, kind_of(made), untrained)
+    return Candidate(Setting(method, r), target, kind_of(made), untrained)
 
 
 def kind_of(method: Method) -> str:
-    """Learned is what has layers or a loss of its own."""
-    if method.name in _CONTROLS:
-        return CONTROL
-    learned = type(method).make_layers is not Method.make_layers or hasattr(method, "extra_loss")
-    return LEARNED if learned else FREE
+    return CONTROL if method.control else LEARNED if method.learned else PARAMETER_FREE
 
 
-def compete(model: nn.Module, batches: Iterable[Batch], entrants: Sequence[Entrant]) -> Outcome:
-    """Measure the plain model and all entrants on the same images."""
-    found = evaluate(model, batches, [entrant.setting for entrant in entrants])
-    measured = zip(entrants, found.rows[1:], found.scores[1:], strict=True)
-    standings = [Standing(entrant, row, scores) for entrant, row, scores in measured]
-    standings.sort(key=lambda each: (each.entrant.target or float("inf"), each.loss))
-    return Outcome(found.images, found.rows[0], tuple(standings), (*found.notes, *_remarks(standings)))
-
-
-def _remarks(standings: Sequence[Standing]) -> list[str]:
-    lines = []
-    for each in standings:
-        name, target, gflops = each.row.method, each.entrant.target, each.row.gflops
+def compare(model: nn.Module, batches: Iterable[Batch], candidates: Sequence[Candidate]) -> Comparison:
+    """Measure the baseline and all candidates on the same images."""
+    evaluation = evaluate(model, batches, [candidate.setting for candidate in candidates])
+    measured = zip(candidates, evaluation.rows[1:], evaluation.scores[1:], strict=True)
+    results = sorted(
+        (Result(candidate, row, scores) for candidate, row, scores in measured),
+        key=lambda result: (result.candidate.target or float("inf"), result.loss),
+    )
+    notes = list(evaluation.notes)
+    for result in results:
+        name, target, gflops = result.row.method, result.candidate.target, result.row.gflops
         if target is None:
-            lines.append(f"{name} decides by itself what it costs, {gflops:.2f} GFLOPs here: it is not ranked")
-        elif abs(gflops / target - 1) > _OFF:
-            lines.append(f"{name} costs {gflops:.3f} GFLOPs, {gflops / target - 1:+.1%} of the wanted {target:g}")
-    return lines
+            notes.append(f"{name} costs {gflops:.2f} GFLOPs whatever r is: it is not ranked")
+        elif abs(gflops / target - 1) > _TOLERANCE:
+            notes.append(f"{name} costs {gflops:.3f} GFLOPs, {gflops / target - 1:+.1%} off the target {target:g}")
+    return Comparison(evaluation.images, evaluation.rows[0], tuple(results), tuple(notes))
 
 
-def verdicts(standings: Sequence[Standing]) -> list[str]:
-    """For every target, who loses least, and whether MCTF does of those without parameters."""
+def verdicts(results: Sequence[Result]) -> list[str]:
+    """For every target, which method is closest to the baseline, and whether MCTF is among those without parameters."""
     lines = []
-    for target in sorted({each.entrant.target for each in standings if each.entrant.target is not None}):
-        ranked = sorted((each for each in standings if each.entrant.target == target), key=lambda each: each.loss)
-        lines.append(f"at {target:g} GFLOPs {ranked[0].row.method} loses least: {_told(ranked[0])}")
-        lines.extend(_verdict_on_ours(ranked))
+    for target in sorted({each.candidate.target for each in results if each.candidate.target is not None}):
+        ranked = sorted((each for each in results if each.candidate.target == target), key=lambda each: each.loss)
+        lines.append(f"at {target:g} GFLOPs {ranked[0].row.method} is closest to the baseline: {ranked[0].metric}")
+        lines.extend(_verdict_on_mctf(ranked))
     return lines
 
 
-def _verdict_on_ours(ranked: Sequence[Standing]) -> list[str]:
-    """A line on MCTF beside the best parameter-free method of others; none where one of both is missing."""
-    by_name = {each.row.method: each for each in ranked if each.entrant.kind == FREE}
-    ours, variant = by_name.pop(_OURS, None), by_name.pop(_VARIANT, None)
-    if ours is None or not by_name:
+def _verdict_on_mctf(ranked: Sequence[Result]) -> list[str]:
+    """A line on MCTF against the best other parameter-free method; none where one of the two is missing."""
+    by_name = {each.row.method: each for each in ranked if each.candidate.kind == PARAMETER_FREE}
+    mctf, variant = by_name.pop(_MCTF, None), by_name.pop(_VARIANT, None)
+    if mctf is None or not by_name:
         return []
     rival = next(iter(by_name.values()))
-    measure = "KL" if ours.row.kl is not None else "distance"
-    beside = "" if variant is None else f"; {_VARIANT}, its variant, has {_told(variant)}"
-    of_all = f"the lowest {measure} of the parameter-free methods"
-    apart = ours.behind(rival)
-    if not apart.clear:
-        words = f"too close to call on these images: {_told(ours)} and {_told(rival)}, {apart.size()} apart{beside}"
-        return [f"{_OURS} and {rival.row.method}, the best other of the parameter-free methods, are {words}"]
-    if ours.loss <= rival.loss:
-        return [f"{_OURS} keeps {of_all}: {_told(ours)}, and {rival.row.method}, the next, {_told(rival)}{beside}"]
-    less = f"{1 - rival.loss / ours.loss:.0%} less than {_OURS} with {_told(ours)}"
-    return [f"{_OURS} does not keep {of_all}: {rival.row.method} has {_told(rival)}, {less}{beside}"]
-
-
-def _told(standing: Standing) -> str:
-    row = standing.row
-    return f"cosine {row.class_cosine:.4f}" if row.kl is None else f"KL {row.kl:.3g}"
+    name = rival.row.method
+    suffix = "" if variant is None else f"; its variant {_VARIANT} has {variant.metric}"
+    lowest = f"the lowest {'distance' if mctf.row.kl is None else 'KL'} of the parameter-free methods"
+    difference = mctf.behind(rival)
+    if not difference.clear:
+        return [
+            f"{_MCTF} and {name}, the best other parameter-free method, are too close to call on these images: "
+            f"{mctf.metric} and {rival.metric}, difference {difference.size()}{suffix}"
+        ]
+    if mctf.loss <= rival.loss:
+        return [f"{_MCTF} has {lowest}: {mctf.metric}; {name} is next with {rival.metric}{suffix}"]
+    less = f"{1 - rival.loss / mctf.loss:.0%} less than {_MCTF} with {mctf.metric}"
+    return [f"{_MCTF} does not have {lowest}: {name} has {rival.metric}, {less}{suffix}"]

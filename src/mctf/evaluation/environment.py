@@ -1,4 +1,4 @@
-"""What a measurement was made on and by: device, versions, command, for the reader of its figures."""
+"""The conditions of a measurement, recorded beside its figures: device, versions, command, commit."""
 
 import os
 import platform
@@ -10,25 +10,24 @@ from pathlib import Path
 
 import torch
 
-from .._utils import plural
+from .._utils import first_line, plural
 from ..errors import MctfError
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of this name, tried out; without a name the accelerator, or the CPU where there is none."""
+    """The device of this name, tested with a small tensor; without a name the accelerator, else the CPU."""
     if name is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()  # fails for "meta", which holds no numbers, as for absent devices
     except (RuntimeError, AssertionError, NotImplementedError) as failure:
-        reason = str(failure).splitlines()[0]
-        raise MctfError(f"device {name!r} cannot be used ({reason}): write cpu or cuda") from None
+        raise MctfError(f"device {name!r} cannot be used ({first_line(failure)}): write cpu or cuda") from None
     return device
 
 
 def describe_device(device: torch.device) -> str:
-    """Its name for a report: the GPU's model, or the processor's and the number of threads."""
+    """The device for a report: the GPU's model, or the processor's architecture and the number of threads."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type == "cpu":
@@ -37,14 +36,14 @@ def describe_device(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes the figures, as far as they are installed."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of the installed packages that compute the figures."""
+    installed = {"python": platform.python_version()}
     for name in ("mctf", "torch", "timm", "triton"):
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def command_line() -> str:
@@ -52,17 +51,21 @@ def command_line() -> str:
     return shlex.join(["mctf", *sys.argv[1:]])
 
 
-def commit() -> str | None:
-    """The commit this code was checked out from, with a + after it if there are changes.
+def commit(file: Path = Path(__file__)) -> str | None:
+    """The commit that this source file was checked out from, followed by + if the checkout has changes.
 
-    The environment variable MCTF_COMMIT has the first word: code is measured on machines without its history.
+    None where git does not track the file: a package installed inside another project's checkout is not part of that
+    project. The environment variable MCTF_COMMIT takes precedence, for machines that have no history of the code.
     """
     if "MCTF_COMMIT" in os.environ:
         return os.environ["MCTF_COMMIT"]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(file.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        git = ["git", "-C", str(Path(__file__).parent)]
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+        git("ls-files", "--error-unmatch", file.name)
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")

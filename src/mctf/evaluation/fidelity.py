@@ -1,9 +1,9 @@
-"""How near a fused model's answers are to the truth and to the unfused model's.
+"""Accuracy of a fused model and its fidelity to the unfused model, the baseline.
 
 Axes: B images, K classes, C channels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,23 +14,39 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Output:
-    """What a model says of a batch.
+    """What a model predicts for a batch.
 
-    logits: B K. pooled: B C, what its classifier reads: the final normalised class token, or the pooled tokens of
-    a model that does without one.
+    logits: B K. pooled: B C, the input of the classifier: the final normalized class token, or the pooled tokens of a
+    model without a class token.
     """
 
     logits: Tensor
     pooled: Tensor
 
-    def wide(self) -> "Output":
-        """The same in float64 on the CPU, so that measuring adds no error of its own."""
-        return Output(self.logits.cpu().double(), self.pooled.cpu().double())
+
+def run_model(model: Any, pixels: Tensor, timer: Callable[[Callable[[], Any]], Any] = lambda call: call()) -> Output:
+    """Logits and pooled features of a batch (B 3 H W), from one pass through the blocks.
+
+    timer: runs the forward pass. The pooled features are read after it and are not part of the timed call.
+    """
+
+    def forward() -> tuple[Any, Tensor]:
+        tokens = model.forward_features(pixels)
+        return tokens, model.forward_head(tokens)
+
+    tokens, logits = timer(forward)
+    return Output(logits, model.forward_head(tokens, pre_logits=True))
+
+
+def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
+    """KL(p || q) = sum_k p_k (log p_k - log q_k) per image in nats, p from the reference logits: B K, B K -> B."""
+    log_p, log_q = F.log_softmax(reference, dim=1), F.log_softmax(logits, dim=1)
+    return (log_p.exp() * (log_p - log_q)).sum(dim=1)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What `Fidelity` is the mean of, image by image: B each, float64; None where unknown."""
+    """The metrics of `Fidelity` per image: B each, float64; None where unknown."""
 
     top1: Tensor | None
     top5: Tensor | None
@@ -43,10 +59,10 @@ class Scores:
 class Fidelity:
     """Means over images; None where unknown.
 
-    top1, top5: percent of images whose class is the first answer, or among the first five.
-    agreement: percent of images with the same first answer as the unfused model.
-    kl: KL(unfused || fused) = sum_k p_k (log p_k - log q_k) in nats, p the unfused model's probabilities.
-    class_cosine: between the pooled features of both.
+    top1, top5: percent of images whose class is the top prediction, or among the top five.
+    agreement: percent of images with the same top prediction as the baseline.
+    kl: KL(baseline || fused) in nats.
+    class_cosine: cosine similarity of the pooled features of both.
     """
 
     top1: float | None
@@ -56,32 +72,35 @@ class Fidelity:
     class_cosine: float | None
 
 
-def compare(output: Output, reference: Output, labels: Tensor | None, *, classifies: bool = True) -> Fidelity:
-    """Fidelity of one batch. classifies: whether logits are those of classes; else only the cosine is known."""
-    return average([score(output, reference, labels, classifies=classifies)])
-
-
 def score(output: Output, reference: Output, labels: Tensor | None, *, classifies: bool = True) -> Scores:
-    """The same image by image, to be averaged over many batches."""
-    output, reference = output.wide(), reference.wide()
+    """Scores of one batch. classifies: whether logits belong to classes; otherwise only the cosine is defined.
+
+    Everything is computed in float64 on the CPU, so that measuring adds no rounding error.
+    """
+    logits, baseline = output.logits.cpu().double(), reference.logits.cpu().double()
     top1 = top5 = agreement = kl = None
     if classifies:
-        answers = _answers(output.logits)
-        agreement = _percent(answers[:, 0] == _answers(reference.logits)[:, 0])
-        kl = _divergence(reference.logits, output.logits)
+        classes = _top_classes(logits)
+        agreement = _percent(classes[:, 0] == _top_classes(baseline)[:, 0])
+        kl = kl_divergence(baseline, logits)
         if labels is not None:
-            hits = answers == labels.cpu()[:, None]
+            hits = classes == labels.cpu()[:, None]
             top1, top5 = _percent(hits[:, 0]), _percent(hits.any(dim=1))
-    return Scores(top1, top5, agreement, kl, F.cosine_similarity(output.pooled, reference.pooled, dim=1))
+    cosine = F.cosine_similarity(output.pooled.cpu().double(), reference.pooled.cpu().double(), dim=1)
+    return Scores(top1, top5, agreement, kl, cosine)
 
 
-def _answers(logits: Tensor) -> Tensor:
-    """The five likeliest classes, or all if fewer, B 5; of equal ones, which low precision makes, the first first."""
+def _top_classes(logits: Tensor) -> Tensor:
+    """The five likeliest classes, or all if fewer: B 5. Ties, frequent in low precision, go to the lower index."""
     return logits.argsort(dim=1, descending=True, stable=True)[:, :5]
 
 
+def _percent(hits: Tensor) -> Tensor:
+    return 100 * hits.to(torch.float64)
+
+
 def concatenate(batches: Sequence[Scores]) -> Scores:
-    """All images of all batches, in order; None where it is unknown of some."""
+    """All images of all batches, in order; None where a metric is unknown for one of the batches."""
 
     def whole(name: str) -> Any:
         values = [getattr(scores, name) for scores in batches]
@@ -90,18 +109,7 @@ def concatenate(batches: Sequence[Scores]) -> Scores:
     return Scores(*(whole(field.name) for field in fields(Scores)))
 
 
-def average(batches: Sequence[Scores]) -> Fidelity:
-    """The means over all images of all batches."""
-    whole = concatenate(batches)
-    values = [getattr(whole, field.name) for field in fields(Fidelity)]
+def average(scores: Scores) -> Fidelity:
+    """Means over images."""
+    values = [getattr(scores, field.name) for field in fields(Fidelity)]
     return Fidelity(*(None if value is None else value.mean().item() for value in values))
-
-
-def _divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """KL(reference || logits) of each image, from logits: B."""
-    log_p, log_q = F.log_softmax(reference, dim=1), F.log_softmax(logits, dim=1)
-    return (log_p.exp() * (log_p - log_q)).sum(dim=1)
-
-
-def _percent(hits: Tensor) -> Tensor:
-    return 100 * hits.to(torch.float64)

@@ -1,7 +1,7 @@
-"""Whether two settings that saw the same images differ by more than the choice of images explains.
+"""Whether two settings evaluated on the same images differ by more than the choice of images explains.
 
-Settings are compared image by image. What makes an image hard is common to both and drops out of their difference,
-so its standard error is much smaller than that of either mean.
+Settings are compared image by image. The difficulty of an image is common to both and cancels in the difference, so
+the paired standard error is much smaller than that of either mean.
 
 Axes: B images.
 """
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_CLEAR = 2.0  # standard errors from which on a difference is told from noise
+_CLEAR = 2.0  # standard errors from which on a difference counts as significant
 Values = Tensor | Sequence[float]
 
 
 def standard_error(values: Values) -> float | None:
-    """Of the mean over images: sqrt(sum_b (x_b - mean)^2 / (B - 1) / B); None for a single image."""
+    """Standard error of the mean over images, sqrt(sum_b (x_b - mean)^2 / (B - 1) / B); None for a single image."""
     images = torch.as_tensor(values, dtype=torch.float64)
     return None if len(images) < 2 else images.std().item() / math.sqrt(len(images))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How much more one setting has than another in the mean over images. error: its paired standard error."""
+    """Mean of the paired differences of two settings over images. error: its standard error."""
 
     mean: float
     error: float | None
@@ -33,23 +33,23 @@ class Difference:
     @classmethod
     def of(cls, one: Values, other: Values) -> "Difference":
         """one - other, both B and in the same order of images."""
-        apart = torch.as_tensor(one, dtype=torch.float64) - torch.as_tensor(other, dtype=torch.float64)
-        return cls(apart.mean().item(), standard_error(apart))
+        difference = torch.as_tensor(one, dtype=torch.float64) - torch.as_tensor(other, dtype=torch.float64)
+        return cls(difference.mean().item(), standard_error(difference))
 
     @property
     def errors(self) -> float:
-        """The difference in standard errors, with its sign; 0 where a single image leaves the error unknown."""
+        """The signed difference in units of its standard error; 0 for a single image, which has no error."""
         if self.mean == 0 or self.error is None:
             return 0.0
         return self.mean / self.error if self.error > 0 else math.copysign(math.inf, self.mean)
 
     @property
     def clear(self) -> bool:
-        """Whether it is at least two standard errors."""
+        """Whether the difference is at least two standard errors."""
         return abs(self.errors) >= _CLEAR
 
     def size(self, decimals: int = 4) -> str:
-        """As in "0.0006 ± 0.0009", without a sign; with more decimals where the error would vanish otherwise."""
+        """Magnitude with its error, as in "0.0006 ± 0.0009"; more decimals where the error would round to 0."""
         if self.error is None:
             return f"{abs(self.mean):.{decimals}f} ± ?"
         if self.error > 0:

@@ -1,7 +1,7 @@
-"""How fast several ways to do the same work are, measured side by side.
+"""Timing of several callables side by side, and the throughput of one model while it is evaluated.
 
-Machines drift: they warm up, throttle and share their cores. So every round runs each way once, each round begins
-with another one, and speeds are compared within a round.
+Machines drift: they warm up, throttle and share their cores. Every round therefore runs each callable once, each
+round starts with another one, and speeds are compared within a round.
 """
 
 import time
@@ -14,13 +14,15 @@ import torch
 
 from ..errors import MctfError
 
-STEADY = 0.25  # a wider middle half means that rounds were disturbed
-DISTURBED = "the rounds differ too much to trust this: something else keeps the machine busy"
+MAX_SPREAD = 0.25  # a larger relative spread means that other processes disturbed the rounds
+UNSTABLE = "timings vary too much to be trusted: another process uses the machine"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one way to do the work, one entry a round."""
+    """Seconds of one callable, one entry per round."""
 
     seconds: tuple[float, ...]
 
@@ -30,18 +32,18 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Width of the middle half of the rounds, as a share of the median; one round has none."""
+        """Interquartile range over the median; 0 for a single round."""
         if len(self.seconds) == 1:
             return 0.0
         low, _, high = quantiles(self.seconds, n=4, method="inclusive")
         return (high - low) / self.median
 
     def speedup_over(self, other: "Timing") -> float:
-        """How many times as fast as the other this is: the median over rounds of their ratio."""
+        """Median over rounds of other / self, both measured in the same rounds."""
         return median(theirs / ours for ours, theirs in zip(self.seconds, other.seconds, strict=True))
 
 
-def measure(
+def time_interleaved(
     forwards: Mapping[str, Callable[[], object]],
     *,
     device: torch.device,
@@ -51,13 +53,13 @@ def measure(
     gradient: bool = False,
     after_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
-    """Time each of the callables, interleaved, work queued on the device included; without gradient unless asked.
+    """Time each callable once per round, work queued on the device included; in inference mode unless `gradient`.
 
     warmup: rounds that are run and not counted. settle: run each callable once, untimed, right before its timing, so
-    that it finds caches and memory as it leaves them itself. after_round: called after every round, warm-up included.
+    that caches and memory are in the state it produces itself. after_round: called after every round, warm-up included.
     """
     if rounds < 1 or warmup < 0:
-        raise MctfError(f"rounds={rounds} with warmup={warmup} measures nothing: take at least one round")
+        raise MctfError(f"rounds={rounds} with warmup={warmup} measures nothing: use at least one round")
     names = list(forwards)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with torch.inference_mode(not gradient):
@@ -66,21 +68,15 @@ def measure(
             for name in names[first:] + names[:first]:
                 if settle:
                     forwards[name]()
-                _, taken = timed(forwards[name], device)
+                _, elapsed = timed(forwards[name], device)
                 if index >= 0:
-                    seconds[name].append(taken)
+                    seconds[name].append(elapsed)
             after_round()
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 
-# MERGED from mctf.evaluation.timing:
-# How fast a model runs: every forward pass timed on its own, its first one left out.
-
-Result = TypeVar("Result")
-
-
-def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """What the call gives and the seconds it took, work queued on the device included."""
+def timed(call: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """The result of the call and its seconds, work queued on the device included."""
     synchronize(device)
     start = time.perf_counter()
     result = call()
@@ -94,13 +90,13 @@ def synchronize(device: torch.device) -> None:
 
 
 @dataclass
-class Pace:
-    """Times of the batches of one model, collected while it runs."""
+class ThroughputMeter:
+    """Images and seconds of every batch of one model, collected while it runs."""
 
     batches: list[tuple[int, float]] = field(default_factory=list)
 
-    def run(self, call: Callable[[], Result], *, images: int, device: torch.device) -> Result:
-        """Make the call and note its time; before the first time it is made once more to warm up."""
+    def run(self, call: Callable[[], T], *, images: int, device: torch.device) -> T:
+        """The result of the call, timed; the first call is preceded by an untimed one as warm-up."""
         if not self.batches:
             call()
         result, seconds = timed(call, device)

@@ -21,8 +21,8 @@ from ..core.schedule import ReductionSpec
 from ..data import Preprocessing
 from ..errors import MctfError
 from ..evaluation.environment import describe_device
-from ..evaluation.fidelity import Fidelity, Output, compare
-from ..evaluation.timing import measure
+from ..evaluation.fidelity import Fidelity, Output, average, run_model, score
+from ..evaluation.timing import time_interleaved
 from ..models.class_names import class_words
 from ..models.loading import copy_sharing_weights
 from ..planning import Plan, plan
@@ -111,7 +111,9 @@ class Demonstration:
         """Both models on the same batch of photographs, interleaved."""
         pixels = self.pixels[torch.arange(batch) % len(self.pixels)]
         forwards = {"baseline": lambda: self.baseline(pixels), "fused": lambda: self.fused(pixels)}
-        timings = measure(forwards, device=pixels.device, rounds=rounds, warmup=WARMUP, after_round=after_round)
+        timings = time_interleaved(
+            forwards, device=pixels.device, rounds=rounds, warmup=WARMUP, after_round=after_round
+        )
         return Speed(
             baseline_images_per_second=batch / timings["baseline"].median,
             fused_images_per_second=batch / timings["fused"].median,
@@ -126,8 +128,8 @@ class Demonstration:
     @torch.inference_mode()
     def predictions(self) -> tuple[Fidelity, list[Prediction]]:
         """The fidelity of the fused model to the baseline, and the predictions of both; none without a classifier."""
-        baseline, fused = _output(self.baseline, self.pixels), _output(self.fused, self.pixels)
-        fidelity = compare(fused, baseline, None, classifies=self.classes > 0)
+        baseline, fused = run_model(self.baseline, self.pixels), run_model(self.fused, self.pixels)
+        fidelity = average(score(fused, baseline, None, classifies=self.classes > 0))
         if not self.classes:
             return fidelity, []
         words = class_words(self.baseline)
@@ -138,11 +140,6 @@ class Demonstration:
         """A contact sheet of all photographs."""
         blocks = choose_blocks(None, len(self.plan.reductions))
         return contact_sheet(self.fused, list(self.pixels), self.preprocessing, blocks=blocks, after_image=after_image)
-
-
-def _output(model: Any, pixels: Tensor) -> Output:
-    features = model.forward_features(pixels)
-    return Output(model.forward_head(features), model.forward_head(features, pre_logits=True))
 
 
 def _top1(output: Output, words: Sequence[str]) -> list[tuple[str, float]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .._utils import atomic_write, optional_import
 from ..errors import MctfError
-from ..evaluation.compare import CONTROL, Outcome, Standing
+from ..evaluation.compare import CONTROL, Comparison, Result
 from ..evaluation.evaluate import Row
 
 if TYPE_CHECKING:
@@ -62,38 +62,38 @@ class Panel:
     logarithmic: bool = False
 
 
-def panels(outcome: Outcome) -> list[Panel]:
+def panels(comparison: Comparison) -> list[Panel]:
     """A comparison of methods over GFLOPs: KL to the baseline, or the cosine of features, and accuracy if available."""
     drawn = []
-    if outcome.base.kl is not None:
-        lines = _lines(outcome, lambda row: row.kl or None)  # a KL of 0 has no place on a logarithmic scale
+    if comparison.baseline.kl is not None:
+        lines = _lines(comparison, lambda row: row.kl or None)  # a KL of 0 has no place on a logarithmic scale
         drawn.append(Panel(lines, _COST, "KL to the baseline, nats", logarithmic=True))
     else:
-        drawn.append(Panel(_lines(outcome, lambda row: row.class_cosine), _COST, "cosine to the baseline"))
-    if outcome.base.top1 is not None:
-        level = (outcome.base.top1, "baseline")
-        drawn.append(Panel(_lines(outcome, lambda row: row.top1), _COST, "top-1 %", level=level))
+        drawn.append(Panel(_lines(comparison, lambda row: row.class_cosine), _COST, "cosine to the baseline"))
+    if comparison.baseline.top1 is not None:
+        level = (comparison.baseline.top1, "baseline")
+        drawn.append(Panel(_lines(comparison, lambda row: row.top1), _COST, "top-1 %", level=level))
     return [panel for panel in drawn if panel.lines]
 
 
-def _lines(outcome: Outcome, value: Callable[[Row], float | None]) -> tuple[Line, ...]:
+def _lines(comparison: Comparison, value: Callable[[Row], float | None]) -> tuple[Line, ...]:
     """One line per method through its measured costs; points that save nothing are omitted."""
     points: dict[str, list[tuple[float, float]]] = {}
     kinds: dict[str, str] = {}
-    for standing in outcome.standings:
-        y = value(standing.row)
-        if y is not None and standing.row.gflops < (1 - _MIN_SAVING) * outcome.base.gflops:
-            name = _label(standing)
-            kinds[name] = standing.entrant.kind
-            points.setdefault(name, []).append((standing.row.gflops, y))
+    for result in comparison.results:
+        y = value(result.row)
+        if y is not None and result.row.gflops < (1 - _MIN_SAVING) * comparison.baseline.gflops:
+            name = _label(result)
+            kinds[name] = result.candidate.kind
+            points.setdefault(name, []).append((result.row.gflops, y))
     return tuple(
         Line(name, tuple(sorted(each)), strong=name == _OWN_METHOD, quiet=kinds[name] == CONTROL)
         for name, each in points.items()
     )
 
 
-def _label(standing: Standing) -> str:
-    return f"{standing.row.method} (untrained)" if standing.entrant.untrained else standing.row.method
+def _label(result: Result) -> str:
+    return f"{result.row.method} (untrained)" if result.candidate.untrained else result.row.method
 
 
 def draw(panels: Sequence[Panel], *, title: str) -> "Figure":
