@@ -1,16 +1,19 @@
 """Methods of one's own: what the registry takes and refuses, and what `Method` derives from `run` alone."""
 
+import runpy
 from typing import Any, ClassVar
 
 import pytest
 import timm
 import torch
-from torch import Tensor
 
 import mctf
+from helpers.families.own import EXAMPLES
 from helpers.models import ONE_PER_OPS, make, make_images, run
 from mctf import MctfError
-from mctf.methods import _REGISTRY, Assignment, BlockContext, BlockOps, BlockOutput, Method, keep_topk
+from mctf.methods import _REGISTRY, Assignment, BlockOutput, Method
+
+LowNorm: Any = runpy.run_path(str(EXAMPLES / "own_method.py"))["LowNorm"]  # the method of the example
 
 
 @pytest.fixture(autouse=True)
@@ -20,22 +23,7 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mctf.methods._REGISTRY", dict(_REGISTRY))
 
 
-class LowNorm(Method):
-    """Drops the r tokens whose values are smallest."""
-
-    name: ClassVar[str] = "low_norm"
-    drops: ClassVar[bool] = True
-
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
-        if ctx.r == 0:
-            return BlockOutput(block.plain(x), None)
-        norms = block.values(block.norm1(x)).norm(dim=-1)[:, ctx.protected :]
-        kept = keep_topk(norms, norms.shape[1] - ctx.r, protected=ctx.protected)
-        x = block.fused(kept.assignment, kept.weights).plain(kept.gather(x))
-        return BlockOutput(x, None, kept.assignment, kept.weights)
-
-
-@pytest.mark.parametrize("name", ONE_PER_OPS)
+@pytest.mark.parametrize("name", [*ONE_PER_OPS, "plain", "hf_vit"])
 @torch.no_grad()
 def test_a_method_needs_nothing_but_run(name: str) -> None:
     mctf.register_method(LowNorm)
@@ -133,3 +121,11 @@ def test_what_a_method_is_is_declared() -> None:
         "ia_red2",
         "spvit",
     }
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    code = (EXAMPLES / "own_method.py").read_text()
+    method = code[code.index("@mctf.register_method") : code.index("if __name__")]
+    assert len([line for line in method.splitlines() if line.strip() and not line.strip().startswith('"""')]) <= 15
+    runpy.run_path(str(EXAMPLES / "own_method.py"), run_name="__main__")
+    assert "tokens per block: [101, 97, 93, 89, 85, 81]" in capsys.readouterr().out
