@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mctf
-from helpers.models import METHODS, PAIRS, by_pickle, family_of, make, make_images, run
+from helpers.models import METHODS, PAIRS, PAIRS_BY_OPS, by_pickle, family_of, make, make_images, run
 
 every_pair = pytest.mark.parametrize(("name", "method"), PAIRS)
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -81,7 +81,7 @@ def by_deepcopy(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("duplicate", [by_deepcopy, by_pickle])
-@every_pair
+@pytest.mark.parametrize(("name", "method"), PAIRS_BY_OPS)
 @torch.no_grad()
 def test_a_copy_is_independent(name: str, method: str, duplicate) -> None:
     model = make(name)

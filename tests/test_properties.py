@@ -10,13 +10,23 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mctf
-from helpers.models import DEPTH, METHODS, PAIRS, PRODUCT, equal_tokens, family_of, make, make_images, run, tokens_of
+from helpers.models import (
+    DEPTH,
+    METHODS,
+    PAIRS_BY_OPS,
+    PRODUCT,
+    equal_tokens,
+    family_of,
+    make,
+    make_images,
+    run,
+    tokens_of,
+)
 from helpers.naive import assert_r_0_is_plain
 from mctf.core import attention
 
 entries = st.one_of(st.integers(0, 40), st.floats(0, 0.6))
 reductions = st.one_of(entries, st.lists(entries, min_size=DEPTH, max_size=DEPTH))
-every_pair = pytest.mark.parametrize(("name", "method"), PAIRS)
 every_product = pytest.mark.parametrize(("name", "method"), PRODUCT)
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -42,7 +52,7 @@ def assert_nothing_lost(model: nn.Module, trace: mctf.Trace, tokens: int) -> Non
         assert (source[:, :prefix] == torch.arange(prefix)).all()
 
 
-@every_pair
+@pytest.mark.parametrize(("name", "method"), PAIRS_BY_OPS)
 @settings(max_examples=6)
 @given(r=reductions, batch=st.integers(1, 3))
 @torch.no_grad()
@@ -81,7 +91,7 @@ def test_a_lost_token_would_be_noticed() -> None:
         assert_nothing_lost(model, trace, tokens_of(model))
 
 
-@every_pair
+@pytest.mark.parametrize(("name", "method"), PAIRS_BY_OPS)
 @settings(max_examples=4)
 @given(r=reductions)
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 
 import mctf
 from helpers.flops import EXACT, counted
-from helpers.models import METHODS, NAMES, ONE_PER_OPS, PAIRS, make, make_images
+from helpers.models import METHODS, NAMES, ONE_PER_OPS, PAIRS_BY_OPS, make, make_images
 from helpers.shared_data import SHARED, needs_shared
 
 TABLE = "paper/flops_accuracy_by_r.csv"
@@ -50,7 +50,6 @@ def test_every_published_figure(model: str) -> None:
 
 # fvcore traces a model, which takes time: one model per class of BlockOps, the others as slow tests
 BY_OPS = [pytest.param(name, marks=() if name in ONE_PER_OPS else pytest.mark.slow) for name in NAMES]
-PAIRS_BY_OPS = [pytest.param(*pair, marks=() if pair[0] in ONE_PER_OPS else pytest.mark.slow) for pair in PAIRS]
 
 
 @pytest.mark.parametrize("name", BY_OPS)
@@ -84,10 +83,11 @@ VARIANTS: list[dict[str, Any]] = [
     {"informativeness": "both", "attention": "previous"},
     {"attention": "exact", "informativeness": "class"},
 ]
+OTHERS = ("gated", "post_norm", "eva_dinov3", "cait")
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-@pytest.mark.parametrize("name", ["registers", pytest.param("gated", marks=pytest.mark.slow), "eva_dinov3", "cait"])
+@pytest.mark.parametrize("name", ["registers", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 @torch.no_grad()
 def test_fvcore_counts_every_variant_alike(name: str, options: dict[str, Any]) -> None:
     if name == "cait" and "informativeness" in options:
@@ -98,6 +98,7 @@ def test_fvcore_counts_every_variant_alike(name: str, options: dict[str, Any]) -
     assert counted(model, make_images(model, 1)) == pytest.approx(plan.gflops_run, rel=EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"),
     [("deit_tiny_patch16_224", method) for method in METHODS]
@@ -130,6 +131,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "head"), HEADS, ids=str)
 @torch.no_grad()
 def test_fvcore_counts_every_head_alike(name: str, head: dict[str, Any]) -> None:

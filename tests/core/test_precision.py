@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import mctf
-from helpers.models import METHODS, PAIRS, equal_tokens, family_of, make, make_images
+from helpers.models import METHODS, PAIRS_BY_OPS, equal_tokens, family_of, make, make_images
 
-every_pair = pytest.mark.parametrize(("name", "method"), PAIRS)
+every_pair = pytest.mark.parametrize(("name", "method"), PAIRS_BY_OPS)
 every_method = pytest.mark.parametrize("method", METHODS)
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "NAMES",
     "ONE_PER_OPS",
     "PAIRS",
+    "PAIRS_BY_OPS",
     "PRODUCT",
     "by_pickle",
     "equal_tokens",
@@ -40,6 +41,9 @@ PAIRS = tuple((name, METHODS[index % 3]) for index, name in enumerate(NAMES))  #
 # One model per class of BlockOps: what a method does is the same on all models of one class.
 _PER_OPS = ("registers", "mean_pool_prefix", "eva02", "beit", "cait", "hf_dinov3")
 ONE_PER_OPS = tuple(name for name in _PER_OPS if name in NAMES)
+PAIRS_BY_OPS = tuple(  # the pairs of these models, and all others as slow tests
+    pytest.param(*pair, id="-".join(pair), marks=() if pair[0] in ONE_PER_OPS else pytest.mark.slow) for pair in PAIRS
+)
 # Every method on every model: one method per model, and the rest of the product as slow tests.
 PRODUCT = tuple(
     pytest.param(name, method, id=f"{name}-{method}", marks=() if (name, method) in PAIRS else pytest.mark.slow)

@@ -123,6 +123,7 @@ def test_what_holds_for_every_method(name: str) -> None:
     assert_images_do_not_meet(model.double(), images.double())
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_one_graph_equals_eager() -> None:
     torch.compiler.reset()

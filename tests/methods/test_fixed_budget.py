@@ -103,7 +103,7 @@ def test_copies_are_independent_and_unfuse_restores(method: str, options: dict[s
     assert torch.equal(run(mctf.unfuse(model), images), plain)
 
 
-@pytest.mark.parametrize("method", ["evit", "bat", "random"])
+@pytest.mark.parametrize("method", [pytest.param("evit", marks=pytest.mark.slow), "bat", "random"])
 @torch.no_grad()
 def test_one_graph_equals_eager(method: str) -> None:
     torch.compiler.reset()
@@ -114,6 +114,7 @@ def test_one_graph_equals_eager(method: str) -> None:
     torch.testing.assert_close(compiled(images), model(images), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["evit", "bat", "random"])
 @torch.no_grad()
 def test_export_with_any_batch(method: str) -> None:

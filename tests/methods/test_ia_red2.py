@@ -239,6 +239,7 @@ class TestReward:
         assert found.item() == pytest.approx(expected, rel=1e-5)
         assert found.item() != 0
 
+    @pytest.mark.slow
     def test_teaches_to_keep_as_much_as_is_rewarded(self) -> None:
         """A model that is always right is rewarded for nothing else."""
         torch.manual_seed(0)

@@ -157,6 +157,7 @@ def slopes(model: nn.Module, images: Tensor) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 @every_method
 def test_training_compiled_block_by_block_equals_eager(method: str) -> None:
     torch.compiler.reset()
