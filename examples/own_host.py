@@ -19,9 +19,9 @@ from mctf.hosts import (
     SoftmaxAttention,
     TokenPositions,
     check_whole,
+    count_on_meta,
+    linear_slice,
     macs_per_token,
-    part_of,
-    run_on_shapes,
 )
 from own_vit import Layer, OwnViT
 
@@ -48,11 +48,11 @@ class LayerOps(SoftmaxAttention):
         return self.layer.norms[0](x)
 
     def queries_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = part_of(self.attention.inward, h, 0, 2 * self.width).chunk(2, dim=2)
+        q, k = linear_slice(self.attention.inward, h, 0, 2 * self.width).chunk(2, dim=2)
         return self.split_heads(q), self.split_heads(k)
 
     def values(self, h: Tensor) -> Tensor:
-        return part_of(self.attention.inward, h, 2 * self.width, 3 * self.width)
+        return linear_slice(self.attention.inward, h, 2 * self.width, 3 * self.width)
 
     def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = map(self.split_heads, self.attention.inward(h).chunk(3, dim=2))
@@ -104,7 +104,7 @@ class OwnHost(Host):
         if image_size not in (None, self.image_size):
             raise mctf.MctfError(f"the model takes images of {self.model.image} pixels only")
         images = torch.empty(1, 3, *self.image_size, device="meta")
-        _, stem = run_on_shapes(self.model.patches, lambda patches: patches(images))
+        _, stem = count_on_meta(self.model.patches, lambda patches: patches(images))
         return Architecture(
             name="own_vit",
             tokens=self.model.positions.shape[1],

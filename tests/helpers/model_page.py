@@ -12,7 +12,7 @@ from helpers.families import FAMILIES, Family
 from helpers.model_features import FEATURES, features_of
 from helpers.models import NAMES, family_of, make, make_images, run
 from hosts.test_timm import REAL
-from mctf.hosts.hf_layers import TOWERS
+from mctf.hosts.hf import TOWERS
 from mctf.hosts.unsupported import FAMILIES as REFUSED
 from mctf.models.loading import create_empty
 

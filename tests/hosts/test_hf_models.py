@@ -169,7 +169,7 @@ def test_attention_maps_asked_for_earlier_are_no_reason_to_refuse() -> None:
 REFUSED = [
     ("SwinModel", "SwinConfig", {"embed_dim": 12, "depths": [1], "num_heads": [2]}, "windows"),
     ("ConvNextModel", "ConvNextConfig", {"hidden_sizes": [8], "depths": [1], "num_stages": 1}, "no global attention"),
-    ("BertModel", "BertConfig", TEXT, "no model that mctf knows"),
+    ("BertModel", "BertConfig", TEXT, "is not a supported model"),
 ]
 
 

@@ -23,11 +23,11 @@ class Wrapper(nn.Module):
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (nn.Linear(3, 3), "Linear is no model that mctf knows: pass a Vision Transformer with global attention"),
-        (Wrapper(nn.Linear(3, 3)), "Wrapper is no model that mctf knows: pass"),
+        (nn.Linear(3, 3), "Linear is not a supported model: pass a Vision Transformer with global attention"),
+        (Wrapper(nn.Linear(3, 3)), "Wrapper is not a supported model: pass"),
         (None, "expected a torch.nn.Module, got NoneType: pass the model itself"),
         (nn.Linear, "expected a torch.nn.Module, got type: pass the model itself"),
-        ("test_vit", "got str: make the model first, as by timm.create_model('test_vit')"),
+        ("test_vit", "got str: create the model first, for example by timm.create_model('test_vit')"),
     ],
     ids=["linear", "wrapper", "none", "class", "name"],
 )
@@ -68,7 +68,7 @@ REFUSED = [
 def test_families_that_cannot_be_fused(name: str, family: str, reason: str | None) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
-    text = f"{family} is no model that mctf knows" if reason is None else f"{family} cannot be fused, {reason}"
+    text = f"{family} is not a supported model" if reason is None else f"{family} cannot be fused, {reason}"
     assert_refused(model, text, lambda: mctf.fuse(model))
     assert_refused(model, "pass a Vision Transformer with global attention", lambda: mctf.plan(model))
     if reason is not None:

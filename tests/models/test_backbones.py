@@ -300,7 +300,7 @@ class TestTimmInterface:
     [
         ("t2t_vit_t_14", {"img_size": 72}, "images of 72x72 do not divide into tokens: give multiples of 16 pixels"),
         ("lvvit_t", {"img_size": (64, 0)}, "images of 64x0 do not divide"),
-        ("lvvit_t", {"global_pool": "avg"}, "global_pool='avg' does not suit LV-ViT's two heads: leave it at 'token'"),
+        ("lvvit_t", {"global_pool": "avg"}, "global_pool='avg' does not fit LV-ViT's two heads: use 'token'"),
     ],
 )
 def test_refused_options(name: str, options: dict[str, Any], text: str) -> None:
@@ -312,7 +312,7 @@ def test_refused_options(name: str, options: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_refused_calls(name: str) -> None:
     model = make(name)
-    with pytest.raises(mctf.MctfError, match=r"made for 64x64 images, got 80x64: create it with img_size=\(80, 64\)"):
+    with pytest.raises(mctf.MctfError, match=r"expects 64x64 images, got 80x64: create it with img_size=\(80, 64\)"):
         model(images(1, 3, 80, 64))
     with pytest.raises(mctf.MctfError, match="patch_size=8 cannot be set"):
         model.set_input_size(patch_size=8)

@@ -24,7 +24,7 @@ from helpers.images import write_folder
 from helpers.shared_data import SHARED, needs_shared
 from mctf.data import EvalLoader, Preprocessing, open_dataset
 from mctf.evaluation.evaluate import Setting, evaluate
-from mctf.models.class_names import class_names, class_words
+from mctf.models.class_names import class_names, class_labels
 from mctf.models.embedded import WEIGHTS
 from mctf.models.loading import load_model
 from mctf.viz.demo import photographs
@@ -181,7 +181,7 @@ class TestTrained:
         image = Preprocessing.of(model).transform()(open_image(file))[None]
         mctf.fuse(model, r=r)
         try:
-            answer = class_words(model)[int(model(image).argmax())]
+            answer = class_labels(model)[int(model(image).argmax())]
         finally:
             mctf.unfuse(model)
         assert answer == "espresso"

@@ -171,7 +171,7 @@ class TestCommands:
         (tmp_path / "config.json").write_text("{}")
         assert "cannot be loaded" in command.refusal("plan", f"hf:{tmp_path}")
         weights = place / "hf_deit" / "model.safetensors"
-        with pytest.raises(mctf.MctfError, match="brings its own weights"):
+        with pytest.raises(mctf.MctfError, match="includes its weights"):
             load_model(f"hf:{place / 'hf_deit'}", weights=weights)
 
     def test_a_hub_that_does_not_answer(self, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:

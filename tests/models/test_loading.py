@@ -46,7 +46,7 @@ class TestLoading:
         tiny = {"embed_dim": 16, "depth": 1, "num_heads": 1}
         name = "deit_tiny_distilled_patch16_224"
         distilled = timm.create_model(name, num_classes=3, **tiny)
-        assert loading._classes_of(distilled.state_dict(), timm.create_model(name, **tiny)) == 3
+        assert loading._num_classes(distilled.state_dict(), timm.create_model(name, **tiny)) == 3
 
     @pytest.mark.parametrize("wrapper", [None, "model", "state_dict"])
     @pytest.mark.parametrize("prefix", ["", "module."])
@@ -91,7 +91,7 @@ class TestLoadingRefuses:
         ("change", "message"),
         [
             (lambda state: state.pop("cls_token"), "it lacks cls_token"),
-            (lambda state: state.update(extra=torch.zeros(1)), "it has extra too many"),
+            (lambda state: state.update(extra=torch.zeros(1)), "it has an unexpected extra"),
             (lambda state: state.update(pos_embed=torch.zeros(1, 5, 64)), r"pos_embed is \(1, 5, 64\), not \(1, 101"),
         ],
     )
@@ -119,7 +119,7 @@ class TestLoadingRefuses:
 
     def test_an_image_size_for_a_model_that_has_none(self, tmp_path: Path) -> None:
         torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "resnet.pt")
-        with pytest.raises(MctfError, match="test_resnet has no image size to set: leave out --image-size"):
+        with pytest.raises(MctfError, match="test_resnet has no image size to set: omit --image-size"):
             loading.load_model("test_resnet", weights=tmp_path / "resnet.pt", image_size=(96, 96))
 
 

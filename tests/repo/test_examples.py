@@ -124,7 +124,7 @@ def test_the_one_inside_is_named() -> None:
 
 
 def test_an_unknown_model_is_told_of_registration() -> None:
-    with pytest.raises(mctf.MctfError, match=r"or give it a host of your own by mctf.register_host"):
+    with pytest.raises(mctf.MctfError, match=r"or register a host for it by mctf.register_host"):
         mctf.fuse(nn.Linear(2, 2))
 
 
