@@ -80,7 +80,9 @@ def test_a_silent_hub_costs_one_timeout(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_offline_mode_is_one_error(offline: None) -> None:
-    with pytest.raises(WeightsUnavailableError, match="weights of test_vit are unavailable: .*pass a file with --weights"):
+    with pytest.raises(
+        WeightsUnavailableError, match=r"weights of test_vit are unavailable: .*pass a file with --weights"
+    ):
         load_model("test_vit")
 
 
@@ -103,7 +105,7 @@ def test_weights_in_the_cache_need_no_hub(offline: None, tmp_path: Path) -> None
 
 
 def test_random_weights_are_offered_and_the_same_every_time(offline: None) -> None:
-    with pytest.raises(WeightsUnavailableError, match="or run with --random-weights$"):
+    with pytest.raises(WeightsUnavailableError, match=r"or run with --random-weights$"):
         loading.load_described("test_vit", weights=None, random=False)
     one, description = loading.load_or_random("test_vit", weights=None)
     other, _ = loading.load_described("test_vit", weights=None, random=True)
