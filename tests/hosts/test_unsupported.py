@@ -1,4 +1,4 @@
-"""Models that cannot be fused faithfully: refused before anything is changed, with the module and the cure."""
+"""Models that cannot be fused faithfully: refused before any change, with the module and the cure."""
 
 from collections.abc import Callable
 from typing import Any
@@ -86,21 +86,23 @@ def test_families_that_cannot_be_fused(name: str, family: str, reason: str | Non
     ids=["attribute", "deep", "numbered", "compiled"],
 )
 @pytest.mark.parametrize("name", ["plain", "distilled"])
-def test_a_wrapper_is_told_where_its_model_is(name: str, wrap: Callable[[nn.Module], nn.Module], path: str) -> None:
+def test_the_error_for_a_wrapper_names_the_model_inside(
+    name: str, wrap: Callable[[nn.Module], nn.Module], path: str
+) -> None:
     model = wrap(make(name))
     assert_refused(model, f"fuse the one inside it, mctf.fuse({path})", lambda: mctf.fuse(model))
     mctf.fuse(eval(path))
 
 
 @pytest.mark.parametrize("rows", ["class", "both"])
-def test_informativeness_of_a_class_token_that_is_not_there(rows: str) -> None:
+def test_class_token_attention_without_a_class_token(rows: str) -> None:
     model = make("mean_pool")
     text = f"informativeness={rows!r} reads the class token, which this model has not"
     assert_refused(model, text, lambda: mctf.fuse(model, informativeness=rows))
     assert_refused(model, text, lambda: mctf.plan(model, informativeness=rows))
 
 
-def test_a_register_is_no_class_token() -> None:
+def test_a_register_is_not_a_class_token() -> None:
     model = make("plain", class_token=False, reg_tokens=2, global_pool="avg")
     assert_refused(model, "reads the class token", lambda: mctf.fuse(model, informativeness="both"))
     mctf.fuse(model, "mctf_exact")
@@ -116,7 +118,7 @@ def test_a_register_is_no_class_token() -> None:
     ],
     ids=["parallel scaling", "parallel things", "differential"],
 )
-def test_blocks_that_fusing_would_get_wrong(features: dict[str, Any], text: str) -> None:
+def test_unsupported_blocks(features: dict[str, Any], text: str) -> None:
     model = make("plain", **features)
     assert_refused(model, f"{text}, which mctf cannot fuse faithfully: use a model", lambda: mctf.fuse(model))
 

@@ -136,29 +136,29 @@ class TestCommands:
         return json.loads(outcome.out)
 
     def test_eval_numbers_its_classes(self, command: Command, pictures: Path) -> None:
-        found = self.facts(command("eval", "embedded", "--data", pictures, "-r", "0,16", "--json"))
-        assert found["notes"] == ["classes are numbered as in Tiny-ImageNet"]
-        assert all(row["top1"] is not None for row in found["rows"])
+        report = self.facts(command("eval", "embedded", "--data", pictures, "-r", "0,16", "--json"))
+        assert report["notes"] == ["classes are numbered as in Tiny-ImageNet"]
+        assert all(row["top1"] is not None for row in report["rows"])
 
     def test_compare(self, command: Command, pictures: Path) -> None:
         options = ("--methods", "mctf,tome", "--gflops", "0.5", "--json")
-        found = self.facts(command("compare", "embedded", "--data", pictures, *options))
-        assert [row["method"] for row in found["rows"]].count("mctf") == 1
+        report = self.facts(command("compare", "embedded", "--data", pictures, *options))
+        assert [row["method"] for row in report["rows"]].count("mctf") == 1
 
     def test_visualize(self, command: Command, pictures: Path, tmp_path: Path) -> None:
         file = pictures / "n02123045" / "a.png"
-        found = self.facts(command("visualize", file, "--model", "embedded", "-o", tmp_path / "x.png", "--json"))
-        assert found["weights"] == "pretrained"
+        report = self.facts(command("visualize", file, "--model", "embedded", "-o", tmp_path / "x.png", "--json"))
+        assert report["weights"] == "pretrained"
 
     def test_bench(self, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("mctf.evaluation.benchmark._repeats", lambda *_: 1)
-        found = self.facts(command("bench", "embedded", "-m", "mctf", "--batch", 1, "--rounds", 1, "--json"))
-        assert len(found["tables"][0]["rows"]) >= 3
+        report = self.facts(command("bench", "embedded", "-m", "mctf", "--batch", 1, "--rounds", 1, "--json"))
+        assert len(report["tables"][0]["rows"]) >= 3
 
     def test_finetune_starts_from_its_weights(self, command: Command, pictures: Path, tmp_path: Path) -> None:
         options = ("--epochs", 1, "--batch", 2, "--lr", 1e-9, "--min-lr", 0, "--output", tmp_path / "run", "--json")
-        found = self.facts(command("finetune", "embedded", "--data", pictures, *options))
-        assert found["steps"] == 1
+        report = self.facts(command("finetune", "embedded", "--data", pictures, *options))
+        assert report["steps"] == 1
         trained, state = load_file(tmp_path / "run" / "model.safetensors"), load_file(WEIGHTS)
         assert trained["head.weight"].shape == (2, 128), "the pictures have two classes"
         name = "blocks.3.attn.qkv.weight"

@@ -32,18 +32,18 @@ needs_transformers = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saved models of several kinds, one with its preprocessing, and a folder of pictures."""
-    place = tmp_path_factory.mktemp("hf")
+    saved_models = tmp_path_factory.mktemp("hf")
     for name in ("hf_dinov2", "hf_deit", "hf_dinov3", "hf_mae"):
-        make(name).save_pretrained(place / name)
-    two_towers("CLIP").save_pretrained(place / "clip")
-    (place / "hf_dinov2" / "preprocessor_config.json").write_text(json.dumps(CENTER))
-    (place / "clip" / "processor_config.json").write_text(
+        make(name).save_pretrained(saved_models / name)
+    two_towers("CLIP").save_pretrained(saved_models / "clip")
+    (saved_models / "hf_dinov2" / "preprocessor_config.json").write_text(json.dumps(CENTER))
+    (saved_models / "clip" / "processor_config.json").write_text(
         json.dumps({"image_processor": {"size": {"height": 64, "width": 64}}})
     )
-    write_folder(place / "pictures", "cat/0.png", "cat/1.png", "dog/0.png")
-    return place
+    write_folder(saved_models / "pictures", "cat/0.png", "cat/1.png", "dog/0.png")
+    return saved_models
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 class TestLoading:
     @pytest.mark.parametrize("name", ["hf_dinov2", "hf_deit"])
     @torch.no_grad()
-    def test_a_classifier_gives_logits(self, place: Path, name: str) -> None:
-        loaded: Any = load_model(f"hf:{place / name}")
+    def test_a_classifier_gives_logits(self, saved_models: Path, name: str) -> None:
+        loaded: Any = load_model(f"hf:{saved_models / name}")
         model = make(name)
         images = make_images(model, 2)
         assert loaded.num_classes == 10
@@ -66,8 +66,8 @@ class TestLoading:
         assert torch.equal(loaded(images), run(model, images))
 
     @torch.no_grad()
-    def test_pre_logits_are_the_input_of_the_classifier(self, place: Path) -> None:
-        model: Any = load_model(f"hf:{place / 'hf_dinov2'}")
+    def test_pre_logits_are_the_input_of_the_classifier(self, saved_models: Path) -> None:
+        model: Any = load_model(f"hf:{saved_models / 'hf_dinov2'}")
         images = torch.randn(2, 3, 64, 64)
         features = model.forward_features(images)
         assert torch.equal(model.forward_head(features), model(images))
@@ -77,8 +77,8 @@ class TestLoading:
 
     @pytest.mark.parametrize("name", ["hf_dinov3", "hf_mae", "clip"])
     @torch.no_grad()
-    def test_other_models_give_pooled_features(self, place: Path, name: str) -> None:
-        model: Any = load_model(f"hf:{place / name}")
+    def test_other_models_give_pooled_features(self, saved_models: Path, name: str) -> None:
+        model: Any = load_model(f"hf:{saved_models / name}")
         images = torch.randn(2, 3, 64, 64)
         assert model.num_classes == 0
         assert model(images).shape == (2, 48)
@@ -86,7 +86,7 @@ class TestLoading:
         mctf.fuse(model, r=8)
         with mctf.trace(model) as trace:
             model(images)
-        assert trace.token_counts == mctf.plan(f"hf:{place / name}", r=8).token_counts
+        assert trace.token_counts == mctf.plan(f"hf:{saved_models / name}", r=8).token_counts
         assert trace.source_map().shape[1] > 64
 
     @torch.no_grad()
@@ -98,13 +98,13 @@ class TestLoading:
         assert torch.equal(load_model(f"hf:{tmp_path}")(images), model(images).last_hidden_state[:, 0])
 
     @torch.no_grad()
-    def test_positions_are_resampled_for_another_image_size(self, place: Path) -> None:
-        model: Any = load_model(f"hf:{place / 'hf_deit'}", image_size=(80, 64))
+    def test_positions_are_resampled_for_another_image_size(self, saved_models: Path) -> None:
+        model: Any = load_model(f"hf:{saved_models / 'hf_deit'}", image_size=(80, 64))
         images = torch.randn(1, 3, 80, 64)
         assert torch.equal(model(images), model.model(images, interpolate_pos_encoding=True).logits)
         assert Preprocessing.of(model).image_size == (80, 64)
 
-    def test_the_image_size_is_that_of_the_preprocessing(self, place: Path, tmp_path: Path) -> None:
+    def test_the_image_size_is_that_of_the_preprocessing(self, saved_models: Path, tmp_path: Path) -> None:
         make("hf_dinov2").save_pretrained(tmp_path)
         smaller = CENTER | {"crop_size": {"height": 48, "width": 40}}
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(smaller))
@@ -112,20 +112,20 @@ class TestLoading:
         assert mctf.plan(f"hf:{tmp_path}", r=0).image_tokens == 1 + 6 * 5
         assert mctf.plan(f"hf:{tmp_path}", r=0, image_size=64).image_tokens == 65
 
-    def test_random_weights_are_not_those_of_the_directory(self, place: Path) -> None:
-        random, saved = create(f"hf:{place / 'hf_deit'}"), load_model(f"hf:{place / 'hf_deit'}")
+    def test_random_weights_are_not_those_of_the_directory(self, saved_models: Path) -> None:
+        random, saved = create(f"hf:{saved_models / 'hf_deit'}"), load_model(f"hf:{saved_models / 'hf_deit'}")
         assert not torch.equal(next(random.parameters()), next(saved.parameters()))
         assert random.state_dict().keys() == saved.state_dict().keys()
 
-    def test_options_go_into_the_config(self, place: Path) -> None:
-        model: Any = load_model(f"hf:{place / 'hf_dinov2'}", drop_path_rate=0.25)
+    def test_options_go_into_the_config(self, saved_models: Path) -> None:
+        model: Any = load_model(f"hf:{saved_models / 'hf_dinov2'}", drop_path_rate=0.25)
         assert model.model.config.drop_path_rate == 0.25
         with pytest.raises(mctf.MctfError, match="cannot be created with mlp_layer"):
-            load_model(f"hf:{place / 'hf_dinov2'}", mlp_layer=None)
+            load_model(f"hf:{saved_models / 'hf_dinov2'}", mlp_layer=None)
 
-    def test_a_directory_without_all_weights_is_refused(self, place: Path, tmp_path: Path) -> None:
+    def test_a_directory_without_all_weights_is_refused(self, saved_models: Path, tmp_path: Path) -> None:
         model = make("hf_deit")
-        config = json.loads((place / "hf_deit" / "config.json").read_text())
+        config = json.loads((saved_models / "hf_deit" / "config.json").read_text())
         model.save_pretrained(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
         with pytest.raises(mctf.MctfError, match="lacks weights of a DeiTForImageClassificationWithTeacher"):
@@ -134,13 +134,15 @@ class TestLoading:
 
 @needs_transformers
 class TestCommands:
-    def test_plan(self, place: Path, command: Command) -> None:
-        answer = command("plan", f"hf:{place / 'hf_dinov2'}", "-r", 8, "--json")
+    def test_plan(self, saved_models: Path, command: Command) -> None:
+        answer = command("plan", f"hf:{saved_models / 'hf_dinov2'}", "-r", 8, "--json")
         assert answer.err == ""
         assert json.loads(answer.out)["token_counts"] == [65, 57, 49, 41]
 
-    def test_eval(self, place: Path, command: Command) -> None:
-        answer = command("eval", f"hf:{place / 'hf_dinov2'}", "--data", place / "pictures", "-r", "0,8", "--json")
+    def test_eval(self, saved_models: Path, command: Command) -> None:
+        answer = command(
+            "eval", f"hf:{saved_models / 'hf_dinov2'}", "--data", saved_models / "pictures", "-r", "0,8", "--json"
+        )
         assert answer.err == ""
         read = json.loads(answer.out)
         assert read["preprocessing"]["mean"] == [0.1, 0.2, 0.3]
@@ -150,21 +152,21 @@ class TestCommands:
         assert fused["kl"] > 0
         assert 0.5 < fused["class_cosine"] < 1
 
-    def test_bench(self, place: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_bench(self, saved_models: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("mctf.evaluation.benchmark._repeats", lambda *_: 1)
-        name = f"hf:{place / 'clip'}"
+        name = f"hf:{saved_models / 'clip'}"
         answer = command("bench", name, "-r", 8, "--batch", 2, "--rounds", 1, "--method", "mctf", "--json")
         assert answer.code == 0, answer.err
         rows = json.loads(answer.out)["tables"][0]["rows"]
         assert {"baseline", "mctf"} <= {row["name"] for row in rows}
 
-    def test_mistakes_are_explained(self, place: Path, command: Command, tmp_path: Path) -> None:
+    def test_mistakes_are_explained(self, saved_models: Path, command: Command, tmp_path: Path) -> None:
         assert "no directory" in command.refusal("plan", f"hf:{tmp_path / 'nowhere'}")
         (tmp_path / "config.json").write_text("{}")
         assert "cannot be loaded" in command.refusal("plan", f"hf:{tmp_path}")
-        weights = place / "hf_deit" / "model.safetensors"
+        weights = saved_models / "hf_deit" / "model.safetensors"
         with pytest.raises(mctf.MctfError, match="includes its weights"):
-            load_model(f"hf:{place / 'hf_deit'}", weights=weights)
+            load_model(f"hf:{saved_models / 'hf_deit'}", weights=weights)
 
     def test_a_hub_out_of_reach(self, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

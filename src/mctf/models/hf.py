@@ -27,17 +27,17 @@ def create_hf(
     options: set in the model's config.
     """
     transformers = optional_import("transformers", extra="hf", purpose=f"models such as {name}")
-    place = name.removeprefix("hf:")
+    source = name.removeprefix("hf:")
     try:
         with _quiet(transformers.utils.logging):
-            _check_exists(place)
-            config = _read_config(transformers, place, options)
+            _check_exists(source)
+            config = _read_config(transformers, source, options)
             if pretrained:
-                model = _load(transformers, place, config)
+                model = _load(transformers, source, config)
             else:
                 kind = _classifier_class(transformers, config)
                 model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
-            preprocessing = _read_preprocessing(transformers, place)
+            preprocessing = _read_preprocessing(transformers, source)
     except MctfError:
         raise
     except Exception as failure:  # network, hub and config errors share no base class
@@ -60,23 +60,23 @@ def _quiet(logging: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_exists(place: str) -> None:
+def _check_exists(source: str) -> None:
     """Raise MctfError within seconds; transformers retries for most of a minute."""
-    if Path(place).is_dir():
+    if Path(source).is_dir():
         return
-    if place.startswith((".", "/", "~")) or place.count("/") > 1:
-        raise MctfError(f"there is no directory {place}: give hf: and {_EXPECTED}")
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise MctfError(f"there is no directory {source}: give hf: and {_EXPECTED}")
     try:
-        cached_file(place, ("config.json",))
+        cached_file(source, ("config.json",))
     except WeightsUnavailableError as failure:
         raise MctfError(f"{failure}: give hf: and a directory written by save_pretrained") from None
 
 
-def _read_config(transformers: Any, place: str, options: dict[str, Any]) -> Any:
-    config = transformers.AutoConfig.from_pretrained(place)
+def _read_config(transformers: Any, source: str, options: dict[str, Any]) -> Any:
+    config = transformers.AutoConfig.from_pretrained(source)
     for option, value in options.items():
         if not hasattr(config, option):
-            raise MctfError(f"hf:{place} cannot be created with {option}: its config has no such entry")
+            raise MctfError(f"hf:{source} cannot be created with {option}: its config has no such entry")
         setattr(config, option, value)
     if hasattr(config, "mask_ratio"):
         config.mask_ratio = 0.0  # ViTMAE would mask most of an image, at random
@@ -89,22 +89,24 @@ def _classifier_class(transformers: Any, config: Any) -> Any:
     return getattr(transformers, name, None) if "ForImageClassification" in name else None
 
 
-def _load(transformers: Any, place: str, config: Any) -> nn.Module:
+def _load(transformers: Any, source: str, config: Any) -> nn.Module:
     """The model with all of its weights; a pooler that was saved without weights is removed."""
     kind = _classifier_class(transformers, config) or transformers.AutoModel
-    model, report = kind.from_pretrained(place, config=config, output_loading_info=True)
+    model, report = kind.from_pretrained(source, config=config, output_loading_info=True)
     missing = sorted(key for key in report["missing_keys"] if not key.endswith("mask_token"))  # nothing is masked here
     needed = [key for key in missing if not key.startswith("pooler.")]
     if needed:
-        raise MctfError(f"{place} lacks weights of a {type(model).__name__}, such as {needed[0]}: save the model again")
+        raise MctfError(
+            f"{source} lacks weights of a {type(model).__name__}, such as {needed[0]}: save the model again"
+        )
     if missing:
         model.pooler = None
     return model
 
 
-def _read_preprocessing(transformers: Any, place: str) -> dict[str, Any]:
+def _read_preprocessing(transformers: Any, source: str) -> dict[str, Any]:
     for file in _PREPROCESSING_FILES:
-        path = transformers.utils.cached_file(place, file, _raise_exceptions_for_missing_entries=False)
+        path = transformers.utils.cached_file(source, file, _raise_exceptions_for_missing_entries=False)
         if path is not None:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
             return read_preprocessing(given.get("image_processor", given))

@@ -88,9 +88,9 @@ class LVViT(VisionTransformer):
         self._reset_aux_head()
 
     def _reset_aux_head(self) -> None:
-        place = {"device": self.cls_token.device, "dtype": self.cls_token.dtype}
+        like = {"device": self.cls_token.device, "dtype": self.cls_token.dtype}
         classes = self.num_classes
-        self.aux_head = nn.Linear(self.embed_dim, classes, **place) if classes > 0 else nn.Identity()
+        self.aux_head = nn.Linear(self.embed_dim, classes, **like) if classes > 0 else nn.Identity()
         self.aux_head.train(self.training)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
