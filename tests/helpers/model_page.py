@@ -61,8 +61,8 @@ OUTPUTS = """
 ## Positions that enter every block
 
 Rotary tables (EVA-02, DINOv3, …) and relative position biases (BEiT, …) belong to positions of the image, not to
-tokens. A fused token takes the mean over the positions it covers, weighted like its content. Attention logits are linear in
-both, so its logits are the mean of the logits of its content at each of these positions.
+tokens. A fused token takes the mean over the positions it covers, weighted like its content. Attention logits are
+linear in both, so its logits are the mean of the logits of its content at each of these positions.
 
 ## Outputs
 
