@@ -170,7 +170,7 @@ class Hf(Family):
 
     def layer_arguments(self, model: Any, tokens: Tensor, equal: int) -> dict[str, Any]:
         """Arguments of a layer for 48 patches in runs of equal ones; BEiT's tables are those of these patches."""
-        kind = type(self.container(model)[0])
+        kind = type(next(self.container(model).children()))
         names = list(inspect.signature(kind.forward).parameters.values())[2:]
         given = {each.name: None for each in names if each.default is each.empty and each.kind is not each.VAR_KEYWORD}
         if kind.__name__ == "DINOv3ViTLayer":
