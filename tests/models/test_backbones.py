@@ -262,7 +262,7 @@ class TestTimmInterface:
         assert len(gradients[0]) > 30
         torch.testing.assert_close(gradients[0], gradients[1])
 
-    def test_optimiser_groups(self, name: str) -> None:
+    def test_optimizer_groups(self, name: str) -> None:
         model = make(name)
         assert model.no_weight_decay() >= {"pos_embed", "cls_token"}
         groups = param_groups_layer_decay(model, layer_decay=0.5)

@@ -125,7 +125,7 @@ class Hf(Family):
 
     def finish(self, model: Any, tokens: Tensor) -> Tensor:
         tower = self.tower(model)
-        if hasattr(tower, "pre_layrnorm"):  # CLIP normalises the class token only
+        if hasattr(tower, "pre_layrnorm"):  # CLIP normalizes the class token only
             return tokens
         return next(getattr(tower, name) for name in NORMS if hasattr(tower, name))(tokens)
 
