@@ -1,8 +1,8 @@
-"""The weights that come with the package, from a run: `python benchmarks/pack_embedded.py RUN/model.safetensors`.
+"""Write the weights that come with the package from a run: `python benchmarks/pack_embedded.py RUN/model.safetensors`.
 
-RUN is what `mctf finetune --config recipes/tiny_imagenet/embedded_consistency.toml --validation … --output RUN` left.
-Weights become float16, which halves the file; who loads it gets float32 again. Before anything is written, float16 and
-float32 answer for the same random images and are compared. The same run gives the same file byte for byte.
+RUN is the output of `mctf finetune --config recipes/tiny_imagenet/embedded_consistency.toml --validation … -o RUN`.
+Weights become float16, which halves the file; loading converts them to float32. Before the file is written, the logits
+of both for the same random images are compared. The same run gives the same file byte for byte.
 
 Axes: B images, 3 H W.
 """
@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from mctf._utils import write_bytes
+from mctf._utils import atomic_write
 from mctf.errors import MctfError
-from mctf.models.class_names import CLASSES
+from mctf.models.class_names import TINY_IMAGENET_CLASSES as CLASSES
 from mctf.models.embedded import WEIGHTS
 from mctf.models.loading import create, load_model
 
@@ -29,8 +29,8 @@ TOLERANCE = 0.02  # of the largest logit; rounding to float16 moved those of a t
 MOST_BYTES = 4_000_000
 
 
-def pack_ragged(path: Path) -> tuple[bytes, str]:
-    """The file for the package, and how far its answers are from those of the run's weights."""
+def pack(path: Path) -> tuple[bytes, str]:
+    """The contents of the file, and how far its logits are from those of the run's weights."""
     about = read_evaluation(path.parent / "evaluation.json")
     model: Any = load_model("embedded", weights=path)
     if model.num_classes != CLASSES:
@@ -38,20 +38,20 @@ def pack_ragged(path: Path) -> tuple[bytes, str]:
     halved = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
     lost = [name for name, value in halved.items() if not value.isfinite().all()]
     if lost:
-        raise MctfError(f"{lost[0]} of {path} does not fit into float16: pack_ragged the weights of another run")
+        raise MctfError(f"{lost[0]} of {path} does not fit into float16: pack the weights of another run")
     packed: Any = create("embedded")
     packed.load_state_dict(halved)
-    # all facts in one entry: safetensors writes several in an order of chance
+    # all facts in one entry: safetensors writes several in random order
     content = save({name: value.contiguous() for name, value in halved.items()}, {"about": json.dumps(about)})
     if len(content) > MOST_BYTES:
-        raise MctfError(f"the file would have {len(content):,} bytes: the package takes {MOST_BYTES:,} at most")
+        raise MctfError(f"the file would have {len(content):,} bytes: the limit is {MOST_BYTES:,}")
     return content, compare(packed, model)
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
-    """What the file says of its weights, from the evaluation that `mctf finetune --validation` writes."""
+    """The metadata of the file, from the evaluation that `mctf finetune --validation` writes."""
     if not path.is_file():
-        raise MctfError(f"there is no {path}: the accuracy comes from there, so train with --validation")
+        raise MctfError(f"there is no {path}: it holds the accuracy, so train with --validation")
     facts = json.loads(path.read_text())
     return {
         "model": facts["model"],
@@ -70,33 +70,31 @@ def without_folders(command: str) -> str:
 
 
 def _shortened(word: str) -> str:
-    for known in ("recipes/", "runs/"):
-        if known in word:
-            return known + word.rpartition(known)[2]
+    for folder in ("recipes/", "runs/"):
+        if folder in word:
+            return folder + word.rpartition(folder)[2]
     return word.rpartition("/")[2] if word.startswith(("/", ".", "~")) else word
 
 
 @torch.inference_mode()
 def compare(packed: nn.Module, original: nn.Module) -> str:
-    """The largest difference of a logit on random images, in words; raises MctfError where it is not rounding."""
+    """A line on the largest difference of a logit on random images; raises MctfError where it exceeds rounding."""
     images = torch.randn(IMAGES, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     ours: Tensor = packed(images)
     theirs: Tensor = original(images)
     difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     if difference > TOLERANCE * largest:
-        raise MctfError(
-            f"float16 moves a logit by {difference:.3g} of {largest:.3g}: pack_ragged the weights of another run"
-        )
+        raise MctfError(f"float16 moves a logit by {difference:.3g} of {largest:.3g}: pack the weights of another run")
     same = int((ours.argmax(dim=1) == theirs.argmax(dim=1)).sum())
     return (
         f"largest difference of a logit {difference:.2g} of {largest:.3g}, "
-        f"same first answer for {same} of {IMAGES} random images"
+        f"same top-1 class for {same} of {IMAGES} random images"
     )
 
 
 def main(path: Path, output: Path = WEIGHTS) -> None:
-    content, verdict = pack_ragged(path)
-    write_bytes(output, content)
+    content, verdict = pack(path)
+    atomic_write(output, content)
     print(f"{output}: {len(content):,} bytes, {verdict}")
 
 

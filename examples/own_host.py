@@ -1,4 +1,4 @@
-"""A host for the model of own_vit.py: all that mctf has to be told about it. docs/adding_a_host.md explains it.
+"""A host for the model of own_vit.py, explained in docs/adding_a_host.md.
 
 Run it to see the model fused: python examples/own_host.py
 """
@@ -19,17 +19,17 @@ from mctf.hosts import (
     SoftmaxAttention,
     TokenPositions,
     check_whole,
+    count_on_meta,
+    linear_slice,
     macs_per_token,
-    part_of,
-    run_on_shapes,
 )
 from own_vit import Layer, OwnViT
 
 
 class LayerOps(SoftmaxAttention):
-    """What a layer can do, piece by piece, through its own modules.
+    """The pieces of a layer, through its own modules.
 
-    Axes: B images, H heads, N tokens, C channels, d channels a head.
+    Axes: B images, H heads, N tokens, C channels, d channels per head.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -48,11 +48,11 @@ class LayerOps(SoftmaxAttention):
         return self.layer.norms[0](x)
 
     def queries_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = part_of(self.attention.inward, h, 0, 2 * self.width).chunk(2, dim=2)
+        q, k = linear_slice(self.attention.inward, h, 0, 2 * self.width).chunk(2, dim=2)
         return self.split_heads(q), self.split_heads(k)
 
     def values(self, h: Tensor) -> Tensor:
-        return part_of(self.attention.inward, h, 2 * self.width, 3 * self.width)
+        return linear_slice(self.attention.inward, h, 2 * self.width, 3 * self.width)
 
     def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = map(self.split_heads, self.attention.inward(h).chunk(3, dim=2))
@@ -70,7 +70,7 @@ class LayerOps(SoftmaxAttention):
 
 @dataclass(eq=False)
 class OwnHost(Host):
-    """One OwnViT. Whatever the pieces would get wrong is refused when the host is made."""
+    """One OwnViT. Layers that the pieces would not reproduce are refused when the host is created."""
 
     model: Any
     class_token = True
@@ -79,7 +79,7 @@ class OwnHost(Host):
     def __post_init__(self) -> None:
         for name, layer in self.container.named_children():
             if type(layer) is not Layer:
-                raise mctf.MctfError(f"layers.{name} is a {type(layer).__name__}: this host knows Layer alone")
+                raise mctf.MctfError(f"layers.{name} is a {type(layer).__name__}: this host supports Layer alone")
             check_whole(f"layers.{name}", layer)
             check_whole(f"layers.{name}.attention", layer.attention)
 
@@ -104,7 +104,7 @@ class OwnHost(Host):
         if image_size not in (None, self.image_size):
             raise mctf.MctfError(f"the model takes images of {self.model.image} pixels only")
         images = torch.empty(1, 3, *self.image_size, device="meta")
-        _, stem = run_on_shapes(self.model.patches, lambda patches: patches(images))
+        _, stem = count_on_meta(self.model.patches, lambda patches: patches(images))
         return Architecture(
             name="own_vit",
             tokens=self.model.positions.shape[1],
@@ -128,17 +128,18 @@ mctf.register_host(OwnViT, OwnHost)
 
 @torch.no_grad()
 def main() -> None:
-    """Fuse the model, show what that does, and take it back."""
+    """Fuse the model, print the effect, and unfuse it."""
     model, images = OwnViT().eval(), torch.randn(2, 3, 64, 64)
-    plain = model(images)
+    baseline = model(images)
     print(mctf.plan(model, r=8))
     mctf.fuse(model, r=0)
-    print("r = 0 is the plain model bit for bit:", torch.equal(model(images), plain))
+    print("r = 0 equals the baseline bit for bit:", torch.equal(model(images), baseline))
     mctf.set_r(model, 8)
     with mctf.trace(model) as trace:
         fused = model(images)
-    print(f"r = 8 leaves {trace.token_counts} tokens and moves a score by {(fused - plain).abs().max():.3f} at most")
-    print("unfused it is as before:", torch.equal(mctf.unfuse(model)(images), plain))
+    change = (fused - baseline).abs().max()
+    print(f"r = 8 reduces the tokens to {trace.token_counts} and changes a logit by at most {change:.3f}")
+    print("unfused it equals the baseline:", torch.equal(mctf.unfuse(model)(images), baseline))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A Vision Transformer that is in no library: the names and the layout are its author's own."""
+"""A Vision Transformer that is in no library, with names and a layout of its own."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Self-attention of several heads."""
+    """Multi-head self-attention."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and an MLP, each with a norm before it and a learned scale behind it."""
+    """Attention and an MLP, each with a norm before it and a learned scale after it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 class OwnViT(nn.Module):
-    """Images, B 3 H W -> class scores, B K, read from a summary token in front of the patches."""
+    """Images, B 3 H W -> logits, B K, from a summary token before the patches."""
 
     def __init__(
         self, *, image: int = 64, patch: int = 8, width: int = 48, depth: int = 4, heads: int = 3, classes: int = 10

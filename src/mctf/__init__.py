@@ -4,14 +4,12 @@
     mctf.fuse(model, r=16)          # in place and reversible: mctf.unfuse(model)
     logits = model(images)
 
-Names are imported when first used: `import mctf` and `mctf --help` need no torch. timm knows the models of
-`mctf.models` (T2T-ViT, LV-ViT, embedded) as soon as both packages are imported.
+Names are imported when first used: `import mctf` and `mctf --help` need no torch. `import mctf.models` registers
+T2T-ViT, LV-ViT and `embedded` with timm.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
-
-from .models.registration import register_with_timm
 
 if TYPE_CHECKING:
     from .api import fuse, set_r, unfuse
@@ -49,9 +47,6 @@ _HOMES = {
     "trace": "tracing",
     "unfuse": "api",
 }
-
-
-register_with_timm()
 
 
 def __getattr__(name: str) -> object:

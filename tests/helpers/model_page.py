@@ -1,4 +1,4 @@
-"""Writes docs/models.md from the test matrix: `make docs`. A test keeps the page as it should be."""
+"""Write docs/models.md from the test matrix: `make docs`. A test compares the page with the matrix."""
 
 import textwrap
 from collections import defaultdict
@@ -12,7 +12,7 @@ from helpers.families import FAMILIES, Family
 from helpers.model_features import FEATURES, features_of
 from helpers.models import NAMES, family_of, make, make_images, run
 from hosts.test_timm import REAL
-from mctf.hosts.hf_layers import TOWERS
+from mctf.hosts.hf import TOWERS
 from mctf.hosts.unsupported import FAMILIES as REFUSED
 from mctf.models.loading import create_empty
 
@@ -22,62 +22,73 @@ PUBLISHED = ("deit_small_patch16_224", "embedded", "t2t_vit_t_14", "t2t_vit_t_19
 TOP = """\
 # Models
 
-`make docs` writes this page from the test matrix; what is not in the matrix is not on it.
+`make docs` writes this page from the test matrix.
 
-Every configuration below is a tiny model with random LayerScale, norms, biases, registers and positions. For each one
-the tests ask that r = 0 is the plain model bit for bit, that fusing agrees with a slow reference (one image at a time,
-an explicit attention map) to 1e-5, that images do not disturb each other, that equal tokens fuse for free, that
-`unfuse`, copies, state_dicts and gradients are right, that one compiled graph equals eager for each family, and that
-fvcore counts what `mctf.plan` says.
+Every configuration below is a tiny model with random LayerScale, norms, biases, registers and positions. The tests
+check for each of them:
 
-| library and class | known as | with, in the tests | configurations in the matrix |
+- r = 0 gives the outputs of the baseline bit for bit, and so does the model after `unfuse`;
+- the pieces of its blocks agree with the block itself and with an explicit attention map;
+- fusion agrees with a slow reference (one image at a time) to 1e-5;
+- images of a batch do not influence each other, and fusing equal tokens changes nothing;
+- copies, state_dicts and gradients are right, and the measured cost is that of `mctf.plan`.
+
+| library and class | models | features in the tests | configurations in the matrix |
 |---|---|---|---|
 """
 
 NAMES_TOP = """
-Names that `mctf plan NAME` was tried with; other models of these classes have the same host:
+Tested names of `mctf plan NAME`; other models of these classes have the same host:
 
 | class | names |
 |---|---|
 """
 
 INSIDE = """
-Of transformers, whatever model holds one of these towers is fused there, text towers, heads and decoders left alone:
+A model of transformers is supported if it holds one of these towers; text towers, heads and decoders are unchanged:
 """
 
 METHODS_TOP = """
 ## Methods
 
-Each method was run on each configuration when this page was made:
+Each method runs on each configuration when this page is written:
 
-| method | | works with |
+| method | summary | works with |
 |---|---|---|
 """
 
 OUTPUTS = """
 ## Positions that enter every block
 
-Rotary tables (EVA-02, DINOv3, …) and relative position biases (BEiT, …) belong to places of the image, not to tokens.
-A fused token takes the mean over the places it covers, weighted as its content was. Attention logits are linear in
-both, so its logits are the mean over those that its content would have at each of these places.
+Rotary tables (EVA-02, DINOv3, …) and relative position biases (BEiT, …) belong to positions of the image, not to
+tokens. A fused token takes the mean over the positions it covers, weighted like its content. Attention logits are
+linear in both, so its logits are the mean of the logits of its content at each of these positions.
 
-## What every model gives
+## Outputs
 
-Class scores as ever. Feature maps (`forward_intermediates`, `features_only`, backbones and hidden states of
-transformers) have one value per patch, whatever was fused. `forward_features` has too, but for timm's
-`VisionTransformer` that reads its class token alone: its tokens stay fused, unless it was fused with
-`mctf.fuse(model, dense=True)`, for heads of your own on top. NaFlexVit takes batches of images of one size; padded
-batches need a mask, and masks are refused.
+- Logits have the shape of the baseline's.
+- Feature maps (`forward_intermediates`, `features_only`, backbones and hidden states of transformers) have one value
+  per patch.
+- `forward_features` has one token per input token, except for timm's `VisionTransformer` with class token pooling: its
+  tokens stay fused. Use `mctf.fuse(model, dense=True)` for heads of your own on its tokens.
+- NaFlexVit takes batches of images of one size; padded batches need a mask, and masks are refused.
 
-## Refused, with the reason
+## Saving models of transformers
 
-| because | classes |
+`save_pretrained` and `push_to_hub` of a fused model are refused, because their files cannot record the fusion. Run
+`mctf.unfuse(model)` first and `mctf.fuse` after loading, or save `model.state_dict()`. If you fuse a tower inside a
+larger model, `mctf.fuse(model.vision_model)`, the larger model's `save_pretrained` works and writes all weights, but
+the loaded model is not fused.
+
+## Unsupported models
+
+| reason | classes |
 |---|---|
 """
 
 BOTTOM = """
-[architecture.md](architecture.md#what-is-refused-and-why) lists what else is refused: hooks, masks, other blocks than a
-host knows. A model of your own can have [a host of your own](adding_a_host.md).
+[architecture.md](architecture.md#what-is-refused-and-why) lists what else is refused: hooks, masks, unsupported blocks.
+For a model of your own, [add a host](adding_a_host.md).
 """
 
 
@@ -86,13 +97,13 @@ def row(*cells: str) -> str:
 
 
 def family_row(family: Family) -> str:
-    found = {feature for name in family.builders for feature in features_of(make(name))}
-    features = [feature for feature in FEATURES if feature in found]
-    return row(family.title, family.known_as, ", ".join(features), ", ".join(family.builders))
+    present = {feature for name in family.builders for feature in features_of(make(name))}
+    features = [feature for feature in FEATURES if feature in present]
+    return row(family.title, family.models, ", ".join(features), ", ".join(family.builders))
 
 
 def name_rows() -> str:
-    """Model names by the family that knows them, each of them planned."""
+    """Model names by family; each of them is planned."""
     names: dict[str, list[str]] = defaultdict(list)
     for name in (*PUBLISHED, *(name for name, _ in REAL)):
         model = create_empty(name)
@@ -110,7 +121,7 @@ def refusal(model: nn.Module, method: str) -> str | None:
         return str(error)
     mctf.unfuse(model)
     if not output.isfinite().all():
-        raise AssertionError(f"{method} on a {type(model).__name__} gives numbers that are not finite")
+        raise AssertionError(f"{method} on a {type(model).__name__} gives non-finite outputs")
     return None
 
 

@@ -1,6 +1,7 @@
 """A matrix of tiny models, one for each feature of the supported libraries that fusing could get wrong.
 
-The families (tests/families) know how to build and run theirs; tests ask here, by the name of a model or the model.
+Each family in tests/helpers/families builds and runs its models. Tests use this module, by the name of a model or by
+the model.
 """
 
 import io
@@ -58,9 +59,9 @@ def names_of(wanted: Callable[[Family], bool]) -> tuple[str, ...]:
 
 
 def family_of(model: nn.Module) -> Family:
-    """The family that knows this model, compiled or not."""
+    """The family of this model, compiled or not."""
     plain = getattr(model, "_orig_mod", model)
-    return next(family for family in FAMILIES if family.knows(plain))
+    return next(family for family in FAMILIES if family.includes(plain))
 
 
 def run(model: nn.Module, images: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def make(name: str, *, seed: int = 0, **features: Any) -> Any:
     with torch.no_grad():
         for path, module in model.named_modules():
             for parameter_name, parameter in module.named_parameters(recurse=False):
-                family.randomise(f"{path}.{parameter_name}", module, parameter, generator)
+                family.randomize(f"{path}.{parameter_name}", module, parameter, generator)
     return model.eval()
 
 

@@ -1,4 +1,4 @@
-"""What fused models of transformers give beside their result: hidden states, feature maps, gradients; and what not."""
+"""Fused models of transformers: hidden states, feature maps, gradients, and refused arguments."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,7 +25,7 @@ def call(model: Any, images: Tensor, **more: Any) -> Any:
 class TestHiddenStates:
     @every_model
     @torch.no_grad()
-    def test_with_nothing_to_fuse_they_are_the_plain_ones(self, name: str) -> None:
+    def test_with_r_0_they_are_the_baselines(self, name: str) -> None:
         model = make(name)
         images = make_images(model, 2)
         mctf.fuse(model, r=0)
@@ -35,13 +35,13 @@ class TestHiddenStates:
         assert len(fused) == len(plain) == 5
         assert all(torch.equal(one, other) for one, other in zip(fused, plain, strict=True))
 
-    @pytest.mark.parametrize("before", [True, False], ids=["asked before", "asked first when fused"])
+    @pytest.mark.parametrize("before", [True, False], ids=["hooks before fusing", "hooks after fusing"])
     @every_model
     @torch.no_grad()
     def test_every_token_has_the_state_of_its_fused_token(self, name: str, before: bool) -> None:
         model = make(name)
         images = make_images(model, 2)
-        if before:  # transformers hangs its hooks on the layers when states are first asked for
+        if before:  # transformers attaches its hooks when states are first requested
             call(model, images, output_hidden_states=True)
         mctf.fuse(model, r=8)
         with mctf.trace(model) as trace:
@@ -53,21 +53,22 @@ class TestHiddenStates:
         for block, state in enumerate(states[1:]):
             slots = trace.source_map(block)
             for image in range(2):
-                distinct = {int(slot): state[image, place] for place, slot in enumerate(slots[image])}
+                distinct = {int(slot): state[image, position] for position, slot in enumerate(slots[image])}
                 assert len(distinct) == trace.token_counts[block]
                 assert all(
-                    torch.equal(state[image, place], distinct[int(slot)]) for place, slot in enumerate(slots[image])
+                    torch.equal(state[image, position], distinct[int(slot)])
+                    for position, slot in enumerate(slots[image])
                 )
 
     @torch.no_grad()
-    def test_a_compiled_model_has_them_too(self) -> None:
+    def test_a_compiled_model_returns_them(self) -> None:
         model = mctf.fuse(make("hf_dinov2", depth=2), r=[4, 6])
         images = make_images(model, 2)
-        expected = call(model, images, output_hidden_states=True).hidden_states  # hooks are hung on under a lock
+        expected = call(model, images, output_hidden_states=True).hidden_states  # attaches hooks under a lock
         torch.compiler.reset()
         compiled = torch.compile(model, fullgraph=True, backend="eager")
-        found = compiled(images, output_hidden_states=True).hidden_states
-        torch.testing.assert_close(found, expected)
+        states = compiled(images, output_hidden_states=True).hidden_states
+        torch.testing.assert_close(states, expected)
 
     @torch.no_grad()
     def test_threads_do_not_mix_them(self) -> None:
@@ -119,7 +120,7 @@ class TestRefusedArguments:
         with pytest.raises(mctf.MctfError, match="takes no attention_mask"):
             Hf.tower(model)(make_images(model, 1), attention_mask=torch.ones(1, 65))
 
-    def test_whatever_reaches_the_layers(self) -> None:
+    def test_arguments_that_reach_the_layers(self) -> None:
         model = mctf.fuse(make("hf_clip"), r=8)
         with pytest.raises(mctf.MctfError, match="takes no is_causal"):
             call(model, make_images(model, 1), is_causal=True)
@@ -127,7 +128,7 @@ class TestRefusedArguments:
 
 @every_model
 @torch.no_grad()
-def test_both_kinds_of_attention_give_the_same(name: str) -> None:
+def test_sdpa_and_eager_attention_agree(name: str) -> None:
     model = make(name).double()
     images = make_images(model, 2)
     mctf.fuse(model, r=8)
@@ -161,8 +162,8 @@ def test_images_of_another_size(name: str) -> None:
 
 
 @torch.no_grad()
-def test_masked_patches_are_fused_like_others() -> None:
-    """The mask acts before the layers, so a masked image is but another image."""
+def test_masked_image_modeling() -> None:
+    """The mask acts before the layers, so fusion treats a masked image like any other."""
     model = build("ViTForMaskedImageModeling", "ViTConfig", **MLP, encoder_stride=8, masks=True).eval()
     images, masked = torch.randn(2, 3, 64, 64), torch.rand(2, 64) < 0.4
     plain = model(images, bool_masked_pos=masked).reconstruction
@@ -196,9 +197,7 @@ def test_the_decoder_of_a_masked_autoencoder_reads_every_visible_patch() -> None
 class TestTraining:
     @pytest.mark.parametrize("reentrant", [True, False])
     @pytest.mark.parametrize("name", ["hf_vit", "hf_clip", "hf_dinov3", "hf_beit"])
-    def test_checkpointed_layers_run_again_instead_of_keeping_what_they_computed(
-        self, name: str, reentrant: bool
-    ) -> None:
+    def test_checkpointed_layers_are_recomputed(self, name: str, reentrant: bool) -> None:
         model = make(name).train()
         images = make_images(model, 2).requires_grad_()
         mctf.fuse(model, r=8)
@@ -224,10 +223,10 @@ class TestTraining:
         ],
     )
     @torch.no_grad()
-    def test_every_kind_of_dropout_works_in_training_only(self, name: str, rate: str) -> None:
+    def test_dropout_acts_in_training_only(self, name: str, rate: str) -> None:
         model = make(name, **{rate: 0.4})
         images = make_images(model, 4)
-        mctf.fuse(model, r=[8] * 4)  # every layer fuses, so every layer goes the library's way
+        mctf.fuse(model, r=[8] * 4)  # every layer fuses, so every layer runs by its pieces
         layers = family_of(model).container(model)
         still = run(model, images)
         assert torch.equal(run(model, images), still)
@@ -248,7 +247,7 @@ def test_hooks_on_a_layer_see_every_token() -> None:
 
 
 @torch.no_grad()
-def test_a_layer_called_alone_is_the_plain_layer() -> None:
+def test_a_layer_called_alone_is_unfused() -> None:
     model = make("hf_vit")
     tokens = torch.randn(1, 65, 48)
     layer = family_of(model).container(model)[1]

@@ -1,4 +1,4 @@
-"""Which models of transformers are fused, where inside them, and which are refused."""
+"""Models of transformers: which are supported, where inside them the tower is, which are refused."""
 
 import re
 from typing import Any
@@ -45,10 +45,10 @@ class TestTwoTowers:
         mctf.fuse(model, r=8)
         mctf.fuse(other.vision_model, r=8)
         images = torch.randn(2, 3, 64, 64)
-        found = [each.vision_model(images).pooler_output for each in (model, other)]
-        assert torch.equal(*found)
+        pooled = [each.vision_model(images).pooler_output for each in (model, other)]
+        assert torch.equal(*pooled)
         mctf.unfuse(other)
-        assert not torch.equal(other.vision_model(images).pooler_output, found[0])
+        assert not torch.equal(other.vision_model(images).pooler_output, pooled[0])
 
     @torch.no_grad()
     def test_attention_maps_of_the_text_are_not_refused(self, library: str) -> None:
@@ -65,21 +65,21 @@ class TestTwoTowers:
 
 
 def from_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a timm VisionTransformer under the names that ViTForImageClassification has for them."""
+    """Weights of a timm VisionTransformer under the names of ViTForImageClassification."""
     names = {"cls_token": "embeddings.cls_token", "pos_embed": "embeddings.position_embeddings", "norm": "layernorm"}
     names |= {"patch_embed.proj": "embeddings.patch_embeddings.projection", "blocks": "layers"}
     names |= {"norm1": "layernorm_before", "norm2": "layernorm_after", "attn.proj": "attention.o_proj"}
-    found = {f"classifier.{kind}": state[f"head.{kind}"] for kind in ("weight", "bias")}
+    renamed = {f"classifier.{kind}": state[f"head.{kind}"] for kind in ("weight", "bias")}
     for key, value in state.items():
         if "qkv" in key:
             start, kind = key.replace("attn.qkv", "attention").replace("blocks", "vit.layers").rsplit(".", 1)
             parts = zip("qkv", value.chunk(3), strict=True)
-            found |= {f"{start}.{letter}_proj.{kind}": part for letter, part in parts}
+            renamed |= {f"{start}.{letter}_proj.{kind}": part for letter, part in parts}
         elif not key.startswith("head"):
             for ours, theirs in names.items():
                 key = re.sub(rf"(^|\.){ours}(\.|$)", rf"\1{theirs}\2", key)
-            found[f"vit.{key}"] = value
-    return found
+            renamed[f"vit.{key}"] = value
+    return renamed
 
 
 @pytest.mark.parametrize("method", ["mctf", "mctf_exact", "tome"])
@@ -97,7 +97,7 @@ def test_the_same_weights_fuse_as_in_timm(method: str) -> None:
 
 
 @torch.no_grad()
-def test_siglip_2_is_fused_while_no_patch_is_padding() -> None:
+def test_siglip_2_is_fused_unless_patches_are_padded() -> None:
     features = {name: value for name, value in SIZES.items() if name != "image_size"}
     config = transformers.Siglip2VisionConfig(**features, **MLP, num_hidden_layers=4, num_patches=64)
     model = transformers.Siglip2VisionModel(config).eval()
@@ -146,7 +146,7 @@ def with_another_layer(model: Any) -> None:
     ],
 )
 @torch.no_grad()
-def test_layers_that_do_more_than_we_rebuild_are_refused(change: Any, reason: str) -> None:
+def test_layers_with_unknown_parts_are_refused(change: Any, reason: str) -> None:
     model = make("hf_vit")
     if not hasattr(model.vit, "layers"):
         pytest.skip("this version of transformers names its layers otherwise")
@@ -158,7 +158,7 @@ def test_layers_that_do_more_than_we_rebuild_are_refused(change: Any, reason: st
 
 
 @torch.no_grad()
-def test_attention_maps_asked_for_earlier_are_no_reason_to_refuse() -> None:
+def test_attention_maps_requested_before_fusing_do_not_matter() -> None:
     model = build("ViTModel", "ViTConfig", **MLP, attention="eager").eval()
     images = torch.randn(1, 3, 64, 64)
     assert len(model(images, output_attentions=True).attentions) == 4
@@ -169,7 +169,7 @@ def test_attention_maps_asked_for_earlier_are_no_reason_to_refuse() -> None:
 REFUSED = [
     ("SwinModel", "SwinConfig", {"embed_dim": 12, "depths": [1], "num_heads": [2]}, "windows"),
     ("ConvNextModel", "ConvNextConfig", {"hidden_sizes": [8], "depths": [1], "num_stages": 1}, "no global attention"),
-    ("BertModel", "BertConfig", TEXT, "no model that mctf knows"),
+    ("BertModel", "BertConfig", TEXT, "is not a supported model"),
 ]
 
 
@@ -180,13 +180,13 @@ def test_other_families_are_refused_with_the_reason(kind: str, config: str, feat
         mctf.fuse(model)
 
 
-def test_a_wrapper_is_told_what_is_inside() -> None:
+def test_the_error_for_a_wrapper_names_the_model_inside() -> None:
     wrapper = nn.Sequential(nn.Identity(), make("hf_dinov2"))
     with pytest.raises(mctf.MctfError, match=r"mctf\.fuse\(model\.get_submodule\('1'\)\)"):
         mctf.fuse(wrapper)
 
 
-def test_of_several_towers_one_has_to_be_chosen() -> None:
+def test_several_towers_are_refused() -> None:
     model = two_towers("CLIP")
     model.second = make("hf_vit").vit
     with pytest.raises(mctf.MctfError, match=r"several vision towers \(vision_model, second\).*model\.vision_model"):
@@ -204,14 +204,14 @@ def test_tokens_in_front_are_protected(name: str, protected: int, class_token: b
     assert host.image_size == (64, 64)
 
 
-def test_the_class_token_is_asked_only_where_there_is_one() -> None:
+def test_class_token_attention_needs_a_class_token() -> None:
     with pytest.raises(mctf.MctfError, match="class token"):
         mctf.fuse(make("hf_siglip"), informativeness="class")
     mctf.fuse(make("hf_clip"), informativeness="class")
 
 
 @torch.no_grad()
-def test_patches_are_embedded_by_a_product_while_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_model_embeds_patches_by_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("hf_dinov3")
     own, images = model.embeddings.patch_embeddings, make_images(model, 2)
     mctf.fuse(model, r=8)

@@ -17,8 +17,8 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 import mctf
-from helpers.flops import counted
 from helpers.shared_data import SHARED, needs_shared
+from mctf.hosts import count_on_meta
 from mctf.models import loading
 from mctf.models.t2t_vit import sinusoids
 
@@ -62,7 +62,12 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_keys_and_shapes_are_those_of_the_public_checkpoints(name: str) -> None:
     assert shapes(loading.create_empty(name)) == published_keys(name)
-    assert shapes(timm.create_model(name, num_classes=10)) != published_keys(name)
+
+
+@needs_shared(KEYS)
+def test_other_shapes_would_be_noticed() -> None:
+    with torch.device("meta"):
+        assert shapes(timm.create_model("lvvit_s", num_classes=10)) != published_keys("lvvit_s")
 
 
 def filler(key: str, value: Tensor) -> Tensor:
@@ -106,7 +111,7 @@ def test_the_stored_logits_are_of_these_models() -> None:
 
 
 @needs_shared(GOLDEN)
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", ["t2t_vit_t_14", pytest.param("t2t_vit_t_19", marks=pytest.mark.slow), "lvvit_s"])
 def test_logits_are_the_stored_ones(name: str) -> None:
     assert golden_error(filled(name), name) < 1e-4
 
@@ -131,8 +136,9 @@ def test_the_stored_logits_notice_a_branch_that_is_not_divided() -> None:
 )
 @torch.no_grad()
 def test_cost_and_size_are_the_published_ones(name: str, gflops: float, millions: float) -> None:
-    model = timm.create_model(name).eval()
-    assert round(counted(model, torch.zeros(1, 3, 224, 224)), 2) == gflops
+    model = loading.create_empty(name)
+    _, multiply_adds = count_on_meta(model, lambda empty: empty(torch.zeros(1, 3, 224, 224, device="meta")))
+    assert round(multiply_adds / 1e9, 2) == gflops
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1) == millions
 
 
@@ -256,7 +262,7 @@ class TestTimmInterface:
         assert len(gradients[0]) > 30
         torch.testing.assert_close(gradients[0], gradients[1])
 
-    def test_optimiser_groups(self, name: str) -> None:
+    def test_optimizer_groups(self, name: str) -> None:
         model = make(name)
         assert model.no_weight_decay() >= {"pos_embed", "cls_token"}
         groups = param_groups_layer_decay(model, layer_decay=0.5)
@@ -274,11 +280,6 @@ class TestTimmInterface:
         for value in model.parameters():
             value.zero_()
         assert all(torch.equal(other(x), before) for other in copies)
-
-    @torch.no_grad()
-    def test_it_compiles_to_one_graph(self, name: str) -> None:
-        model, x = make(name), images(1, 3, 64, 64)
-        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(x), model(x))
 
     def test_what_timm_records(self, name: str) -> None:
         config = resolve_model_data_config(make(name))
@@ -300,7 +301,7 @@ class TestTimmInterface:
     [
         ("t2t_vit_t_14", {"img_size": 72}, "images of 72x72 do not divide into tokens: give multiples of 16 pixels"),
         ("lvvit_t", {"img_size": (64, 0)}, "images of 64x0 do not divide"),
-        ("lvvit_t", {"global_pool": "avg"}, "global_pool='avg' does not suit LV-ViT's two heads: leave it at 'token'"),
+        ("lvvit_t", {"global_pool": "avg"}, "global_pool='avg' does not fit LV-ViT's two heads: use 'token'"),
     ],
 )
 def test_refused_options(name: str, options: dict[str, Any], text: str) -> None:
@@ -312,7 +313,7 @@ def test_refused_options(name: str, options: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_refused_calls(name: str) -> None:
     model = make(name)
-    with pytest.raises(mctf.MctfError, match=r"made for 64x64 images, got 80x64: create it with img_size=\(80, 64\)"):
+    with pytest.raises(mctf.MctfError, match=r"expects 64x64 images, got 80x64: create it with img_size=\(80, 64\)"):
         model(images(1, 3, 80, 64))
     with pytest.raises(mctf.MctfError, match="patch_size=8 cannot be set"):
         model.set_input_size(patch_size=8)

@@ -1,11 +1,8 @@
-"""The embedded model: its weights come with the package, know their classes and recognise what they were trained on."""
+"""The embedded model: its packaged weights, its classes, the commands that take its name, its accuracy."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from helpers.images import write_folder
 from helpers.shared_data import SHARED, needs_shared
 from mctf.data import EvalLoader, Preprocessing, open_dataset
 from mctf.evaluation.evaluate import Setting, evaluate
-from mctf.models.class_names import class_names, class_words
+from mctf.models.class_names import class_labels, class_names
 from mctf.models.embedded import WEIGHTS
 from mctf.models.loading import load_model
 from mctf.viz.demo import photographs
@@ -42,13 +39,13 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def about() -> dict[str, Any]:
-    """What the file of weights says of itself."""
+    """The metadata of the file of weights."""
     with safe_open(WEIGHTS, "pt") as file:
         return json.loads(file.metadata()["about"])
 
 
 def same(model: nn.Module, state: dict[str, Tensor], *, but: tuple[str, ...] = ()) -> bool:
-    """Whether a model has the values of a file in the model's own dtype, some names aside."""
+    """Whether a model has the values of a file, in the model's own dtype; `but`: names to ignore."""
     own = model.state_dict()
     return all(torch.equal(own[name], value.to(own[name].dtype)) for name, value in state.items() if name not in but)
 
@@ -81,7 +78,7 @@ class TestWeights:
     def test_are_also_read_as_a_file(self) -> None:
         assert same(load_model("embedded", weights=WEIGHTS), load_file(WEIGHTS))
 
-    def test_say_how_they_were_made_and_how_good_they_are(self) -> None:
+    def test_record_their_training_and_accuracy(self) -> None:
         facts = about()
         assert "recipes/tiny_imagenet/embedded" in facts["command"]
         assert facts["images"] == 5000
@@ -90,7 +87,7 @@ class TestWeights:
 
 
 @torch.inference_mode()
-def test_size_and_cost_are_those_that_its_page_names() -> None:
+def test_size_and_cost_are_those_of_its_page() -> None:
     model = timm.create_model("embedded").eval()
     assert sum(parameter.numel() for parameter in model.parameters()) == 1_976_552
     plan = mctf.plan("embedded", r=21)
@@ -114,7 +111,7 @@ class TestClasses:
         ]
 
     @needs_shared(VALIDATION)
-    def test_are_found_by_the_folders_of_the_dataset(self) -> None:
+    def test_are_matched_to_the_folders_of_the_dataset(self) -> None:
         dataset = open_dataset(SHARED / VALIDATION).for_model(200)
         assert dataset.targets is not None
         wnids = list(class_names())
@@ -138,29 +135,30 @@ class TestCommands:
         assert outcome.code == 0, outcome.err
         return json.loads(outcome.out)
 
-    def test_eval_knows_its_classes(self, command: Command, pictures: Path) -> None:
-        found = self.facts(command("eval", "embedded", "--data", pictures, "-r", "0,16", "--json"))
-        assert found["notes"] == ["classes are numbered as in Tiny-ImageNet"]
-        assert all(row["top1"] is not None for row in found["rows"])
+    def test_eval_numbers_its_classes(self, command: Command, pictures: Path) -> None:
+        report = self.facts(command("eval", "embedded", "--data", pictures, "-r", "0,16", "--json"))
+        assert report["notes"] == ["classes are numbered as in Tiny-ImageNet"]
+        assert all(row["top1"] is not None for row in report["rows"])
 
     def test_compare(self, command: Command, pictures: Path) -> None:
         options = ("--methods", "mctf,tome", "--gflops", "0.5", "--json")
-        found = self.facts(command("compare", "embedded", "--data", pictures, *options))
-        assert [row["method"] for row in found["rows"]].count("mctf") == 1
+        report = self.facts(command("compare", "embedded", "--data", pictures, *options))
+        assert [row["method"] for row in report["rows"]].count("mctf") == 1
 
     def test_visualize(self, command: Command, pictures: Path, tmp_path: Path) -> None:
         file = pictures / "n02123045" / "a.png"
-        found = self.facts(command("visualize", file, "--model", "embedded", "-o", tmp_path / "x.png", "--json"))
-        assert found["weights"] == "pretrained"
+        report = self.facts(command("visualize", file, "--model", "embedded", "-o", tmp_path / "x.png", "--json"))
+        assert report["weights"] == "pretrained"
 
-    def test_bench(self, command: Command) -> None:
-        found = self.facts(command("bench", "embedded", "-m", "mctf", "--batch", 1, "--rounds", 1, "--json"))
-        assert len(found["tables"][0]["rows"]) >= 3
+    def test_bench(self, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("mctf.evaluation.benchmark._repeats", lambda *_: 1)
+        report = self.facts(command("bench", "embedded", "-m", "mctf", "--batch", 1, "--rounds", 1, "--json"))
+        assert len(report["tables"][0]["rows"]) >= 3
 
-    def test_finetune_begins_with_its_weights(self, command: Command, pictures: Path, tmp_path: Path) -> None:
+    def test_finetune_starts_from_its_weights(self, command: Command, pictures: Path, tmp_path: Path) -> None:
         options = ("--epochs", 1, "--batch", 2, "--lr", 1e-9, "--min-lr", 0, "--output", tmp_path / "run", "--json")
-        found = self.facts(command("finetune", "embedded", "--data", pictures, *options))
-        assert found["steps"] == 1
+        report = self.facts(command("finetune", "embedded", "--data", pictures, *options))
+        assert report["steps"] == 1
         trained, state = load_file(tmp_path / "run" / "model.safetensors"), load_file(WEIGHTS)
         assert trained["head.weight"].shape == (2, 128), "the pictures have two classes"
         name = "blocks.3.attn.qkv.weight"
@@ -168,7 +166,7 @@ class TestCommands:
 
 
 class TestTrained:
-    """What only trained weights can do."""
+    """Predictions, which need trained weights."""
 
     @pytest.fixture(scope="class")
     def model(self) -> nn.Module:
@@ -176,19 +174,19 @@ class TestTrained:
 
     @pytest.mark.parametrize("r", [0, 16, 19])
     @torch.inference_mode()
-    def test_a_cup_of_coffee_is_recognised(self, model: nn.Module, r: int) -> None:
+    def test_a_cup_of_coffee_is_recognized(self, model: nn.Module, r: int) -> None:
         (file,) = (path for path in photographs() if path.stem == "coffee")
         image = Preprocessing.of(model).transform()(open_image(file))[None]
         mctf.fuse(model, r=r)
         try:
-            answer = class_words(model)[int(model(image).argmax())]
+            answer = class_labels(model)[int(model(image).argmax())]
         finally:
             mctf.unfuse(model)
         assert answer == "espresso"
 
     @pytest.mark.slow
     @needs_shared(VALIDATION)
-    def test_accuracy_is_what_the_file_says_and_fusing_costs_little(self, model: nn.Module) -> None:
+    def test_accuracy_is_that_of_the_metadata_and_fusing_costs_little(self, model: nn.Module) -> None:
         dataset = open_dataset(SHARED / VALIDATION).for_model(200).spaced(500)
         batches = EvalLoader(dataset, Preprocessing.of(model).transform(), batch_size=50)
         plain, fused = evaluate(model, batches, [Setting("mctf", 0), Setting("mctf", 19)]).rows
@@ -198,12 +196,15 @@ class TestTrained:
         assert fused.top1 > plain.top1 - 4
 
 
-def test_the_lines_of_its_page_run_as_printed(tmp_path: Path) -> None:
+def test_the_lines_of_its_page_run_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], offline: None
+) -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL))
     shutil.copy(photographs()[0], tmp_path / "cat.png")
-    surroundings = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=surroundings, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    lines = capsys.readouterr().out.splitlines()
     names = {names.split(",")[0] for names in class_names().values()}
-    answers = [line.split(" ", 1) for line in ran.stdout.splitlines()[:3]]
-    assert all(share.endswith("%") and name in names for share, name in answers), ran.stdout
+    predictions = [line.split(" ", 1) for line in lines[:3]]
+    assert all(share.endswith("%") and name in names for share, name in predictions), lines
+    assert lines[-1] == re.findall(r"# the last line: (.*)", code)[0]

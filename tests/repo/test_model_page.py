@@ -1,4 +1,4 @@
-"""docs/models.md says what the test matrix holds."""
+"""docs/models.md agrees with the test matrix."""
 
 from importlib.util import find_spec
 
@@ -20,24 +20,24 @@ complete = pytest.mark.skipif(
 
 @complete
 @pytest.mark.slow
-def test_the_page_is_made_from_the_matrix() -> None:
+def test_the_page_is_written_from_the_matrix() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run make docs"
 
 
 @complete
-def test_every_feature_is_some_model_s_and_no_feature_is_every_model_s() -> None:
-    found = [set(features_of(make(name))) for name in NAMES]
-    assert set.union(*found) == set(FEATURES)
-    assert set.intersection(*found) == set()
+def test_every_feature_occurs_and_none_is_in_every_model() -> None:
+    features = [set(features_of(make(name))) for name in NAMES]
+    assert set.union(*features) == set(FEATURES)
+    assert set.intersection(*features) == set()
 
 
-def test_features_are_seen() -> None:
+def test_features_are_detected() -> None:
     assert features_of(make("registers")) == ["class token", "registers", "LayerScale"]
     assert features_of(make("plain")) == ["class token"]
     assert features_of(nn.Linear(2, 2)) == ["no class token"]
 
 
-def test_a_method_that_refuses_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusing_method_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(model: nn.Module, method: str) -> nn.Module:
         if hasattr(model, "cls_token") and model.cls_token is None:
             raise mctf.MctfError("needs a class token: take another")

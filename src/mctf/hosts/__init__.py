@@ -1,6 +1,6 @@
-"""One file a family of models. `find_host` gives the one that knows a model, or says why none does.
+"""Supported models: one host class per family, in one file per family. `find_host` returns the host of a model.
 
-All that a host of one's own needs is imported from here; docs/adding_a_host.md is the guide.
+Everything that a host of your own needs is imported from here; docs/adding_a_host.md is the guide.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from ..core.positions import TokenPositions
 from ..errors import MctfError
 from ..methods.base import BlockOps
 from ..stack import FusedStack
-from ._inspect import check_model, check_whole, macs_per_token, part_of, run_on_shapes
+from ._inspect import check_model, check_whole, count_on_meta, linear_slice, macs_per_token
 from .base import Architecture, Host, SoftmaxAttention, refuse_arguments
-from .hf_layers import holds_tower
-from .unsupported import reason_against
+from .hf import holds_tower
+from .unsupported import explain_refusal
 
 __all__ = [
     "Architecture",
@@ -27,18 +27,18 @@ __all__ = [
     "SoftmaxAttention",
     "TokenPositions",
     "check_whole",
+    "count_on_meta",
     "find_host",
+    "linear_slice",
     "macs_per_token",
-    "part_of",
     "refuse_arguments",
     "register_host",
-    "run_on_shapes",
 ]
 
 HostFactory = Callable[[nn.Module], Host]
 
-# Class of a model, by module and name so that nothing is imported -> file and class of its host.
-# A model of a subclass is found too; the nearest class in its line of ancestors decides.
+# Class of a model, by module and name so that no library is imported -> file and class of its host.
+# Subclasses are included; the nearest class in the method resolution order decides.
 _HOSTS = {
     ("timm.models.vision_transformer", "VisionTransformer"): ("timm_vit", "TimmViT"),
     ("timm.models.eva", "Eva"): ("timm_eva", "TimmEva"),
@@ -52,24 +52,25 @@ _REGISTERED: dict[type[nn.Module], HostFactory] = {}
 
 
 def register_host(model_class: type[nn.Module], host: HostFactory) -> None:
-    """Have models of a class, and of its subclasses, fused by a host of your own.
+    """Use a host of your own for models of a class and of its subclasses.
 
-    host: called with the model whenever mctf needs its host; a class that takes the model does. It comes before mctf's
-        own host for the same class, and the last one registered counts.
+    host: called with the model, usually a class derived from `Host`. It takes precedence over mctf's own host for the
+        same class; a later registration replaces an earlier one.
     """
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
         raise MctfError(f"expected a class of models, a subclass of torch.nn.Module, got {model_class!r}")
     if not callable(host):
-        raise MctfError(f"expected a function or class that takes a model and gives its host, got {host!r}")
+        raise MctfError(f"expected a function or class that takes a model and returns its host, got {host!r}")
     _REGISTERED[model_class] = host
 
 
 def find_host(model: nn.Module) -> Host:
-    """The host of a model, every check done; raises MctfError with the module's name and the cure."""
+    """The host of a model, with every check done; raises MctfError with the module's name and the cure."""
     check_model(model)
     factory = _factory_of(model)
     if factory is None:
-        raise MctfError(f"{type(model).__name__} {_refusal(model)}")
+        supported = (name for name, module in model.named_modules() if _factory_of(module) is not None)
+        raise MctfError(explain_refusal(model, inside=next(supported, None)))
     return factory(model)
 
 
@@ -84,17 +85,3 @@ def _factory_of(module: nn.Module) -> HostFactory | None:
 
 def _own_host(file: str, name: str) -> HostFactory:
     return lambda model: getattr(import_module(f".{file}", __name__), name).of(model)
-
-
-def _refusal(model: nn.Module) -> str:
-    """Why the model is refused, or where inside it a supported one sits."""
-    for name, module in model.named_modules():
-        if _factory_of(module) is not None:
-            plain = all(part.isidentifier() for part in name.split("."))
-            inside = f"model.{name}" if plain else f"model.get_submodule({name!r})"
-            return f"is no model that mctf knows: fuse the one inside it, mctf.fuse({inside})"
-    reason = next(filter(None, map(reason_against, model.modules())), None)
-    known = "pass a Vision Transformer with global attention (DeiT, DINOv2, CLIP, SigLIP, EVA-02, BEiT, …)"
-    if reason is not None:
-        return f"cannot be fused, {reason}: {known}"
-    return f"is no model that mctf knows: {known}, or give it a host of your own by mctf.register_host"

@@ -1,4 +1,4 @@
-"""What hosts of every library do with modules: look at them, refuse them, slice them, count them."""
+"""Helpers of all hosts for modules of other libraries: check them, slice them, count their multiply-adds."""
 
 import copy
 import math
@@ -13,16 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..core.flops import NORM
 from ..errors import MctfError
 
-BATCH_NORM = 2  # fvcore's price of one element, in evaluation
+BATCH_NORM = 2  # fvcore's cost per element, in evaluation
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no model, but the name or the class of one, or nothing at all."""
+    """Raise MctfError for anything but a module, such as a model's name or class."""
     if isinstance(model, nn.Module):
         return
     cure = "pass the model itself"
     if isinstance(model, str):
-        cure = f"make the model first, as by timm.create_model({model!r})"
+        cure = f"create the model first, for example by timm.create_model({model!r})"
     raise MctfError(f"expected a torch.nn.Module, got {type(model).__name__}: {cure}")
 
 
@@ -33,17 +33,17 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def check_whole(name: str, module: nn.Module) -> None:
-    """Refuse a module that someone wants called as a whole: in a fused model it is not."""
+    """Raise MctfError for a module with hooks or a replaced forward: a fused model does not call it as a whole."""
     if has_hooks(module):
         raise MctfError(f"{name} has hooks, which would not fire in a fused model: remove them first")
     if "forward" in vars(module):
         raise MctfError(f"{name}.forward was replaced, and would not be called in a fused model: restore it first")
 
 
-def part_of(linear: nn.Module, h: Tensor, start: int, stop: int) -> Tensor:
-    """Output channels start .. stop of a linear layer, computing no others where that is safe.
+def linear_slice(linear: nn.Module, h: Tensor, start: int, stop: int) -> Tensor:
+    """Output channels start .. stop of a linear layer; the others are not computed where that is safe.
 
-    Anything but a bare nn.Linear (adapters, quantised or parametrised layers, hooks) is called whole.
+    Anything but a bare nn.Linear (adapters, quantized or parametrized layers, hooks) is called whole.
     """
     if type(linear) is nn.Linear and not has_hooks(linear):
         bias = None if linear.bias is None else linear.bias[start:stop]
@@ -58,8 +58,8 @@ def macs_per_token(*modules: nn.Module | None) -> int:
     return linear + NORM * sum(math.prod(part.normalized_shape) for part in parts if isinstance(part, nn.LayerNorm))
 
 
-def run_on_shapes(module: nn.Module, run: Callable[[Any], Any]) -> tuple[Any, int]:
-    """What `run` gives for a copy of the module without memory, and its multiply-adds in fvcore's convention."""
+def count_on_meta(module: nn.Module, run: Callable[[Any], Any]) -> tuple[Any, int]:
+    """The result of `run` on a copy of the module on the meta device, and its multiply-adds by fvcore's convention."""
     empty = copy.deepcopy(module).to("meta", torch.float32)
     norms = 0
 

@@ -1,4 +1,7 @@
-"""What a host is: a model of some library whose stack of blocks can be run by a method."""
+"""A host: one supported model, its stack of blocks, and the pieces of each block that a method calls.
+
+Axes: B images, H heads, N tokens, M tokens after fusion, d channels per head.
+"""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -18,11 +21,11 @@ from ..stack import FusedStack, StackHost
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the cost of a model follows from, without running it.
+    """The shapes that determine the cost of a model, without running it.
 
     tokens: entering the first block, protected ones included. stem: multiply-adds before the blocks.
-    head: multiply-adds after them that do not depend on the tokens; head_per_token: those that do.
-    second_head: those of a second classifier for each unprotected token, which published costs leave out (LV-ViT).
+    head: multiply-adds after the blocks that are independent of the number of tokens; head_per_token: the others.
+    second_head: multiply-adds of a second classifier per unprotected token, which published costs omit (LV-ViT).
     """
 
     name: str
@@ -42,16 +45,16 @@ class Host(StackHost):
     @property
     @abstractmethod
     def container(self) -> nn.Module:
-        """The module that holds the blocks and nothing else: the fused stack, once it is installed."""
+        """The module that holds the blocks and nothing else; the fused stack, once it is installed."""
 
     @abstractmethod
     def install(self, stack: FusedStack) -> None:
-        """Put the fused stack in the container's position."""
+        """Replace the container by the fused stack."""
 
     @property
     @abstractmethod
     def image_size(self) -> tuple[int, int]:
-        """Height and width of the images the model was made for."""
+        """Height and width of the images that the model expects."""
 
     @property
     @abstractmethod
@@ -60,16 +63,16 @@ class Host(StackHost):
 
     @abstractmethod
     def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
-        """What the cost follows from, for images of this size or of the model's own."""
+        """The model's shapes for images of this size; None for its own size."""
 
     @property
     def depth(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return len(list(self.container.children()))
 
     @property
     def reads_every_token(self) -> bool:
-        """Models that iterate over their blocks get one token per input token whatever their head reads."""
+        """True by default: a model that iterates over its blocks always gets one token per input token."""
         return True
 
     @property
@@ -81,33 +84,34 @@ class Host(StackHost):
 
 
 def refuse_arguments(*args: object, **kwargs: object) -> Mapping[str, Any]:
-    """For blocks that take nothing but tokens: raises MctfError for any argument that means something."""
+    """For blocks that take tokens alone: raises MctfError for any argument other than None and False."""
     if any(value is not None and value is not False for value in (*args, *kwargs.values())):
         raise MctfError("a fused model takes no attention mask or other block arguments: run mctf.unfuse(model)")
     return {}
 
 
-# MERGED from mctf.hosts.base:
-# The attention most blocks share: softmax(q kT * scale + bias + log s), by the fast operations where no bias is.
-#
-# Axes: B images, H heads, N tokens, d channels a head.
-
-
 class SoftmaxAttention:
-    """The attention pieces of a BlockOps; a host adds the rest."""
+    """The attention pieces of a `BlockOps`: softmax(q kT * scale + bias + log s). A host's class adds the others.
+
+    An object holds the pieces of one block *for the tokens at hand*. Once a method has merged or dropped tokens, the
+    old object is wrong for them wherever positions enter the block (rotary tables, relative position biases): call
+    `block = block.fused(assignment, weights)` first, then `block.plain(x)` or any other piece. Blocks without
+    positions return themselves, so tests on a plain ViT do not notice a missing call; tests on EVA or BEiT do.
+    """
 
     @property
     def scale(self) -> float:
+        """Factor on q kT."""
         raise NotImplementedError
 
     @property
     def attention_dropout(self) -> float:
-        """Probability of dropping an attention weight in this pass: 0 in evaluation."""
+        """Dropout probability of attention weights in this pass: 0 in evaluation."""
         return 0.0
 
     @property
     def bias(self) -> Tensor | None:
-        """Added to the logits, H N N or B H N N, where a block has relative positions."""
+        """Added to the logits, H N N or B H N N, in blocks with relative positions; None elsewhere."""
         return None
 
     def attend(
@@ -142,9 +146,9 @@ class SoftmaxAttention:
         return attention.attention_map(q, k, sizes=sizes, scale=self.scale, bias=self.bias)
 
     def finish_context(self, context: Tensor, h: Tensor) -> Tensor:
-        """Blocks without a norm or a gate behind their attention do nothing."""
+        """The identity, for blocks without a norm or a gate between attention and its output projection."""
         return context
 
     def fused(self, assignment: Assignment, weights: Tensor) -> Self:
-        """Blocks that do not ask where their tokens are stay as they are."""
+        """The block itself, for blocks whose pieces do not depend on the positions of their tokens."""
         return self

@@ -1,14 +1,15 @@
 """Vision towers of transformers: ViT, DeiT, BEiT, DINOv2, DINOv3, CLIP, SigLIP and ViTMAE encoders.
 
-A model of transformers iterates over its layers and reads every token afterwards, so tokens are spread back for it.
-The tower is fused inside whatever model holds it; text towers, heads and decoders stay as they are.
+The tower is fused inside the model that holds it; text towers, heads and decoders are unchanged. A model of
+transformers iterates over its layers and reads every token afterwards, so it gets one token per input token. Towers are
+identified by class name, so that transformers is not imported.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,29 +18,71 @@ from ..core.flops import NORM, BlockShape
 from ..core.positions import TokenPositions
 from ..errors import MctfError
 from ..stack import FusedStack
-from ._inspect import macs_per_token, run_on_shapes
+from ._inspect import count_on_meta, macs_per_token
 from .base import Architecture, Host
-from .hf_layers import check_layer, container_name, find_tower, parts_of
-from .hf_ops import BiasedLayerOps, LayerOps, PlacedLayerOps, RotaryLayerOps
-from .hf_patch import BoundLayer, CallCheck, LayerForward, RefusedSaving, parameter_names, refuse_saving_around
+from .hf_layers import LayerOps, PositionedLayerOps, check_layer, ops_class, parts_of
+from .hf_patch import BoundLayer, CallCheck, LayerForward, RefusedSaving, parameter_names
 from .patch_embed import MatmulPatchEmbed, is_patch_convolution
 
-if TYPE_CHECKING:
-    pass
+# The classes that embed images and run the layers. Heads are around them, a text tower may be beside them.
+TOWERS = frozenset(
+    [
+        *("ViTModel", "DeiTModel", "ViTMAEModel", "BeitModel", "BeitBackbone"),
+        *("Dinov2Model", "Dinov2Backbone", "Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
+        *("DINOv3ViTModel", "DINOv3ViTBackbone"),
+        *("CLIPVisionModel", "SiglipVisionModel", "Siglip2VisionModel"),
+        *("CLIPVisionTransformer", "SiglipVisionTransformer", "Siglip2VisionTransformer"),  # before version 5.8
+    ]
+)
+_CONTAINERS = ("layers", "encoder.layer", "encoder.layers", "model.layer", "layer")
+_IGNORED = frozenset(["output_hidden_states", "return_dict", "use_cache"])  # layer arguments independent of the tokens
+_REFUSED_AROUND = ("output_attentions",)  # a model around the tower may take the mask of a text
+_REFUSED_IN_TOWER = ("output_attentions", "attention_mask", "head_mask")
 
 
-_OPS: dict[str, type[LayerOps]] = {"DINOv3ViTLayer": RotaryLayerOps, "BeitLayer": BiasedLayerOps}
-_HARMLESS = frozenset(["output_hidden_states", "return_dict", "use_cache"])  # say nothing about tokens
-_NOT_AROUND = ("output_attentions",)  # a model around the tower may take the mask of a text
-_NOT_IN_TOWER = ("output_attentions", "attention_mask", "head_mask")
+def holds_tower(module: nn.Module) -> bool:
+    """Whether this is a model of transformers with a supported vision tower, or such a tower itself."""
+    pretrained = _is_a(module, "transformers.modeling_utils", frozenset(["PreTrainedModel"]))
+    return (pretrained or _is_tower(module)) and any(map(_is_tower, module.modules()))
+
+
+def find_tower(model: nn.Module) -> tuple[str, Any]:
+    """The one vision tower in a model that `holds_tower`, and its name there ("" for the model itself)."""
+    towers = [(name, module) for name, module in model.named_modules() if _is_tower(module)]
+    if len(towers) > 1:
+        names = [name for name, _ in towers]
+        raise MctfError(
+            f"{type(model).__name__} has several vision towers ({', '.join(names)}): "
+            f"fuse one of them, as in mctf.fuse(model.{names[0]})"
+        )
+    return towers[0]
+
+
+def _is_tower(module: nn.Module) -> bool:
+    return _is_a(module, "transformers.models.", TOWERS) and _container_name(module) != ""
+
+
+def _is_a(module: nn.Module, package: str, names: frozenset[str]) -> bool:
+    return any(cls.__module__.startswith(package) and cls.__name__ in names for cls in type(module).__mro__)
+
+
+def _container_name(tower: nn.Module) -> str:
+    """Name of the module that holds a tower's layers; "" for a class that only wraps the real tower."""
+    for name in _CONTAINERS:
+        try:
+            tower.get_submodule(name)
+        except AttributeError:
+            continue
+        return name
+    return ""
 
 
 @dataclass(eq=False)
 class HFVision(Host):
     """One vision tower, alone or inside a larger model.
 
-    model: what was fused. tower: the part of it that embeds images and runs the layers; name: its name in there.
-    layer: the class of its layers; layer_arguments: names of what they take beside the tokens.
+    model: the fused model. tower: the part of it that embeds images and runs the layers; name: its name in there.
+    layer: the class of its layers; layer_arguments: names of their arguments after the tokens.
     """
 
     model: nn.Module
@@ -50,27 +93,27 @@ class HFVision(Host):
 
     @classmethod
     def of(cls, model: nn.Module) -> "HFVision":
-        """The host of this model; refuses what it would get wrong."""
+        """The host of this model; raises MctfError for layers that it would not reproduce."""
         name, tower = find_tower(model)
-        layers = tower.get_submodule(container_name(tower))
+        container = _container_name(tower)
+        layers = tower.get_submodule(container)
         for index, layer in layers.named_children():
-            check_layer(".".join(filter(None, (name, container_name(tower), index))), layer)
+            check_layer(".".join(filter(None, (name, container, index))), layer)
         kind = type(next(layers.children()))
         return cls(model, tower, name, kind, parameter_names(kind.forward)[2:])
 
     @property
     def container(self) -> nn.Module:
-        return self.tower.get_submodule(container_name(self.tower))
+        return self.tower.get_submodule(_container_name(self.tower))
 
     def install(self, stack: FusedStack) -> None:
-        """Put the fused stack in the position of the layers and have the layers hand their calls to it."""
+        """Replace the layers by the fused stack, which is called through the layers themselves."""
         self._replace_container(stack)
         stack.bound_block = BoundLayer
-        stack.register_state_dict_pre_hook(refuse_saving_around)
         for layer in stack.children():
             layer.forward = LayerForward(layer, in_tuple=self.in_tuple)
         for part in self._models():
-            CallCheck.hang_on(part, refused=_NOT_IN_TOWER if part is self.tower else _NOT_AROUND)
+            CallCheck.attach(part, refused=_REFUSED_IN_TOWER if part is self.tower else _REFUSED_AROUND)
             for name in filter(partial(hasattr, part), RefusedSaving.names):
                 setattr(part, name, RefusedSaving())
         for owner, name, projection in self._projections():
@@ -83,7 +126,7 @@ class HFVision(Host):
         for layer in stack.children():
             vars(layer).pop("forward", None)
         for part in self._models():
-            CallCheck.take_off(part)
+            CallCheck.detach(part)
             for name in RefusedSaving.names:
                 vars(part).pop(name, None)
         for owner, name, projection in self._projections():
@@ -91,17 +134,17 @@ class HFVision(Host):
                 setattr(owner, name, projection.restored())
 
     def _replace_container(self, container: nn.Module) -> None:
-        owner, _, name = container_name(self.tower).rpartition(".")
+        owner, _, name = _container_name(self.tower).rpartition(".")
         setattr(self.tower.get_submodule(owner), name, container)
 
     def _models(self) -> list[Any]:
-        """The tower and the models that hold it, up to the one that was fused: transformers gives each a config."""
+        """The fused model, the tower and the models between them; those of transformers have a config."""
         names = self.name.split(".") if self.name else []
-        line = [self.model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
-        return [part for part in line if hasattr(part, "config")]
+        path = [self.model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
+        return [part for part in path if hasattr(part, "config")]
 
     def _projections(self) -> list[tuple[nn.Module, str, nn.Conv2d]]:
-        """The convolutions that embed patches, each with its owner and its name there."""
+        """The convolutions that embed patches, each with its parent module and its name there."""
         return [
             (owner, name, part)
             for owner in self.tower.embeddings.modules()
@@ -117,7 +160,7 @@ class HFVision(Host):
     @property
     def image_size(self) -> tuple[int, int]:
         prepared = getattr(self.model, "pretrained_cfg", {}).get("input_size")
-        if prepared is not None:  # DINOv2 was made for larger images than its users prepare
+        if prepared is not None:  # the config of DINOv2 names larger images than its preprocessing
             return prepared[1], prepared[2]
         config = self.tower.config
         size = getattr(config, "image_size", None)
@@ -139,50 +182,47 @@ class HFVision(Host):
 
     @property
     def uses_positions(self) -> bool:
-        return issubclass(self._ops, PlacedLayerOps)
-
-    @property
-    def _ops(self) -> type[LayerOps]:
-        return _OPS.get(self.layer.__name__, LayerOps)
+        return issubclass(ops_class(self.layer), PositionedLayerOps)
 
     def arguments(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        """What transformers calls a layer with, by name."""
+        """The arguments of a layer call after the tokens, by name."""
+        accepted = _IGNORED | ops_class(self.layer).adjusted
         given = dict(zip(self.layer_arguments, args, strict=False)) | kwargs
         for name, value in given.items():
-            if value is not None and value is not False and name not in _HARMLESS | self._ops.follows:
+            if value is not None and value is not False and name not in accepted:
                 raise MctfError(
-                    f"a fused model takes no {name}, as it speaks of tokens that may have been fused: "
-                    "leave it out, or run mctf.unfuse(model)"
+                    f"a fused model takes no {name}, as it refers to tokens that may be fused: "
+                    "omit it, or run mctf.unfuse(model)"
                 )
         return given
 
     def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> LayerOps:
-        return self._ops(block, arguments, positions, prefix=self.protected)
+        return ops_class(self.layer)(block, arguments, positions, prefix=self.protected)
 
     def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
-        return architecture(self, image_size or self.image_size)
+        """The cost of the whole model where it takes images alone, else of its vision tower.
 
-
-# MERGED from mctf.hosts.hf:
-# What a transformers model costs: the layers by their shapes, all around them counted on the meta device.
-#
-# Heads and decoders of transformers are many, so nothing is assumed of them: the model runs once on a copy without
-# memory whose layers pass tokens on as they are.
-
-
-def architecture(host: "HFVision", image_size: tuple[int, int]) -> Architecture:
-    """The cost of the whole model where it takes images alone, else of its vision tower."""
-    tokens, around = _run_around(host, image_size)
-    return Architecture(
-        name=type(host.model).__name__,
-        tokens=tokens,
-        protected=host.protected,
-        blocks=tuple(_block_shape(layer) for layer in host.container.children()),
-        stem=around,
-        head=0,  # what follows the layers reads every token and does not depend on the fusion
-        head_per_token=0,
-        reads_every_token=True,
-    )
+        Layers are counted by their shapes. Heads and decoders are many, so the model around the layers runs once on
+        the meta device, with layers that return their tokens unchanged.
+        """
+        size = image_size or self.image_size
+        model: Any = self.model if getattr(self.model, "main_input_name", None) == "pixel_values" else self.tower
+        token_counts: list[int] = []
+        empty, inputs = _copy_on_meta(model, self, token_counts), _meta_inputs(model, self, size)
+        try:
+            _, around = count_on_meta(empty, lambda empty: empty(**inputs))
+        except (ValueError, RuntimeError) as refusal:
+            raise MctfError(f"the model does not take {size[0]}x{size[1]} images: {refusal}") from None
+        return Architecture(
+            name=type(self.model).__name__,
+            tokens=token_counts[0],
+            protected=self.protected,
+            blocks=tuple(_block_shape(layer) for layer in self.container.children()),
+            stem=around,
+            head=0,  # the part after the layers reads every token, so its cost does not depend on the fusion
+            head_per_token=0,
+            reads_every_token=True,
+        )
 
 
 def _block_shape(layer: nn.Module) -> BlockShape:
@@ -197,43 +237,37 @@ def _block_shape(layer: nn.Module) -> BlockShape:
     )
 
 
-def _run_around(host: "HFVision", image_size: tuple[int, int]) -> tuple[int, int]:
-    """Tokens entering the first layer, and the multiply-adds before and after the layers."""
-    model: Any = host.model if getattr(host.model, "main_input_name", None) == "pixel_values" else host.tower
-    seen: list[int] = []
-    given = _inputs(model, host, image_size)
-    try:
-        _, around = run_on_shapes(_without_memory(model, host, seen), lambda empty: empty(**given))
-    except (ValueError, RuntimeError) as refusal:
-        height, width = image_size
-        raise MctfError(f"the model does not take {height}x{width} images: {refusal}") from None
-    return seen[0], around
-
-
-def _inputs(model: Any, host: "HFVision", image_size: tuple[int, int]) -> dict[str, Any]:
-    config, known = host.tower.config, parameter_names(type(model).forward)
+def _meta_inputs(model: Any, host: HFVision, image_size: tuple[int, int]) -> dict[str, Any]:
+    config, parameters = host.tower.config, parameter_names(type(model).forward)
     height, width = image_size
     pixels = torch.empty(1, getattr(config, "num_channels", 3), height, width, device="meta")
-    if "spatial_shapes" in known:  # SigLIP 2 takes the pixels of patches, and the grid they are from
+    if "spatial_shapes" in parameters:  # SigLIP 2 takes the pixels of patches and their grid
         rows, columns = height // config.patch_size, width // config.patch_size
         patches = pixels.new_empty(1, rows * columns, pixels.shape[1] * config.patch_size**2)
         grid = torch.tensor([[rows, columns]])
         return {"pixel_values": patches, "pixel_attention_mask": None, "spatial_shapes": grid}
-    interpolates = image_size != host.image_size and "interpolate_pos_encoding" in known
+    interpolates = image_size != host.image_size and "interpolate_pos_encoding" in parameters
     return {"pixel_values": pixels} | ({"interpolate_pos_encoding": True} if interpolates else {})
 
 
-def _without_memory(model: nn.Module, host: "HFVision", seen: list[int]) -> nn.Module:
-    """A copy on the meta device whose layers only note how many tokens come."""
-    tensors = [*model.parameters(), *model.buffers()]
-    known: dict[int, Any] = {id(tensor): _empty(tensor) for tensor in tensors}
-    probes = [_probe(host, seen) for _ in range(host.depth)]
-    known[id(host.container)] = nn.ModuleList(probes)
+def _copy_on_meta(model: nn.Module, host: HFVision, token_counts: list[int]) -> nn.Module:
+    """A copy on the meta device whose layers append the number of their tokens and return them unchanged."""
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        token_counts.append(x.shape[1])
+        return (x,) if host.in_tuple else x
+
+    layers = [host.layer.__new__(host.layer) for _ in range(host.depth)]  # transformers checks the class
+    for layer in layers:
+        nn.Module.__init__(layer)
+        layer.forward = forward
+    memo: dict[int, Any] = {id(tensor): _empty(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    memo[id(host.container)] = nn.ModuleList(layers)
     if hasattr(host.tower, "rope_embeddings"):
-        known[id(host.tower.rope_embeddings)] = _NoPositions()  # they cost nothing, and autocast knows no meta device
-    empty = copy.deepcopy(model, known)
+        memo[id(host.tower.rope_embeddings)] = _NoPositions()  # free of multiply-adds; autocast rejects the meta device
+    empty = copy.deepcopy(model, memo)
     for module in empty.modules():
-        vars(module).pop("_output_capturing_hooks_installed", None)  # the probes have none yet
+        vars(module).pop("_output_capturing_hooks_installed", None)  # the new layers have no hooks yet
     return empty
 
 
@@ -243,22 +277,6 @@ def _empty(tensor: Tensor) -> Tensor:
     return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _probe(host: "HFVision", seen: list[int]) -> nn.Module:
-    """Looks like a layer to those who ask for its class."""
-    probe = host.layer.__new__(host.layer)
-    nn.Module.__init__(probe)
-    probe.forward = _noting(seen, in_tuple=host.in_tuple)
-    return probe
-
-
 class _NoPositions(nn.Module):
     def forward(self, pixels: Tensor) -> None:
         return None
-
-
-def _noting(seen: list[int], *, in_tuple: bool) -> Callable[..., Any]:
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(x.shape[1])
-        return (x,) if in_tuple else x
-
-    return forward

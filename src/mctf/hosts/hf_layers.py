@@ -1,88 +1,35 @@
-"""Where the vision tower of a transformers model is, told by class names: nothing here imports transformers."""
+"""Encoder layers of transformers: their parts under every family's and version's names, and their pieces.
 
-from collections.abc import Callable, Iterator
+All supported layers are pre-norm blocks with separate q, k and v projections. They differ in names, in LayerScale and
+in the position of dropout. A layer with an unknown part is refused: its forward does more than the pieces reproduce.
+Layers are identified by class name, so that transformers is not imported.
+
+Axes: B images, H heads, N tokens, M tokens after fusion, P patches, C channels, d channels per head.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import mul
-from typing import Any
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
+from ..core.assignment import Assignment
+from ..core.positions import TokenPositions, positions_after
 from ..errors import MctfError
+from ..methods.base import run_pieces
+from .base import SoftmaxAttention
 from .hf_patch import LayerForward
 
-# The classes that embed images and run the layers; around them are heads, or a text tower beside.
-TOWERS = frozenset(
-    [
-        *("ViTModel", "DeiTModel", "ViTMAEModel", "BeitModel", "BeitBackbone"),
-        *("Dinov2Model", "Dinov2Backbone", "Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
-        *("DINOv3ViTModel", "DINOv3ViTBackbone"),
-        *("CLIPVisionModel", "SiglipVisionModel", "Siglip2VisionModel"),
-        *("CLIPVisionTransformer", "SiglipVisionTransformer", "Siglip2VisionTransformer"),  # before version 5.8
-    ]
-)
+FAMILIES = "ViT, DeiT, BEiT, DINOv2, DINOv3, CLIP, SigLIP, ViTMAE"
 LAYERS = frozenset(
     [
         *("ViTLayer", "DeiTLayer", "ViTMAELayer", "BeitLayer", "Dinov2Layer", "Dinov2WithRegistersLayer"),
         *("DINOv3ViTLayer", "CLIPEncoderLayer", "SiglipEncoderLayer", "Siglip2EncoderLayer"),
     ]
 )
-_CONTAINERS = ("layers", "encoder.layer", "encoder.layers", "model.layer", "layer")
-FAMILIES = "ViT, DeiT, BEiT, DINOv2, DINOv3, CLIP, SigLIP, ViTMAE"
-
-
-def holds_tower(module: nn.Module) -> bool:
-    """Whether this is a model of transformers that sees by a tower we know, or such a tower itself."""
-    ours = _is_a(module, "transformers.modeling_utils", {"PreTrainedModel"}) or is_tower(module)
-    return ours and any(map(is_tower, module.modules()))
-
-
-def is_tower(module: nn.Module) -> bool:
-    return _is_a(module, "transformers.models.", TOWERS) and container_name(module) != ""
-
-
-def is_layer(module: nn.Module) -> bool:
-    """A layer of exactly a known class: a subclass may compute something else."""
-    return type(module).__module__.startswith("transformers.models.") and type(module).__name__ in LAYERS
-
-
-def _is_a(module: nn.Module, home: str, names: "set[str] | frozenset[str]") -> bool:
-    return any(cls.__module__.startswith(home) and cls.__name__ in names for cls in type(module).__mro__)
-
-
-def container_name(tower: nn.Module) -> str:
-    """Where a tower keeps its layers; "" for a class that only wraps the real tower."""
-    return next((name for name in _CONTAINERS if _has_module(tower, name)), "")
-
-
-def _has_module(module: nn.Module, name: str) -> bool:
-    try:
-        module.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
-
-
-def find_tower(model: nn.Module) -> tuple[str, Any]:
-    """The one vision tower in a model that has any, and its name there ("" for the model itself)."""
-    towers = [(name, module) for name, module in model.named_modules() if is_tower(module)]
-    if len(towers) > 1:
-        names = [name for name, _ in towers]
-        raise MctfError(
-            f"{type(model).__name__} has several vision towers ({', '.join(names)}): "
-            f"fuse one of them, as in mctf.fuse(model.{names[0]})"
-        )
-    return towers[0]
-
-
-# MERGED from mctf.hosts.hf_layers:
-# The parts of a transformers encoder layer, whatever its family and version call them.
-#
-# All supported layers are pre-norm blocks with separate q, k and v projections; they differ in names, in LayerScale and
-# in where dropout sits. A layer with a part that is not known here is refused: its forward does more than we rebuild.
-
-Branch = tuple[Callable[[Tensor], Tensor], ...]  # applied one after the other
-
 _CHILDREN = {
     *("layernorm_before", "layernorm_after", "norm1", "norm2", "layer_norm1", "layer_norm2"),
     *("attention", "self_attn", "mlp", "intermediate", "output", "dropout", "drop_path"),
@@ -94,10 +41,12 @@ _ATTENTION_CHILDREN = {
 }
 _OUTPUT_CHILDREN = {"dense", "dropout"}
 
+Branch = tuple[Callable[[Tensor], Tensor], ...]  # applied one after the other
+
 
 @dataclass(frozen=True)
 class LayerParts:
-    """A layer taken apart: x + after_attention(attention(norm1(x))), then x + mlp(norm2(x)).
+    """The parts of a layer: x + after_attention(attention(norm1(x))), then x + mlp(norm2(x)).
 
     scale: of the attention logits. dropout: of attention weights in this pass.
     relative_position_bias: BEiT's table of this layer, as a module. config: of the model.
@@ -119,10 +68,16 @@ class LayerParts:
 
 
 def parts_of(layer: Any) -> LayerParts:
-    """The parts as they are at this moment: users exchange modules."""
-    attention = _attention(layer)
-    inner = _inner(attention)
+    """The parts at this moment; users may replace modules at any time."""
+    attention = _first(layer, "attention", "self_attn")
+    nested = hasattr(attention, "attention")  # older versions nest q, k and v, with the projection in `output`
+    inner = attention.attention if nested else attention
     head_size = _first(inner, "head_dim", "attention_head_size")
+    dropout = _first(inner, "attention_dropout", "dropout_prob", "dropout")
+    rate = dropout.p if isinstance(dropout, nn.Dropout) else float(dropout)
+    projection: Branch = _steps(attention.output) if nested else (_first(attention, "o_proj", "out_proj"),)
+    mlp: Branch = (layer.intermediate, *_steps(layer.output)) if hasattr(layer, "intermediate") else (layer.mlp,)
+    own_bias = getattr(layer, "relative_position_bias", None)
     return LayerParts(
         norm1=_first(layer, "layernorm_before", "norm1", "layer_norm1"),
         query=_first(inner, "q_proj", "query"),
@@ -131,34 +86,63 @@ def parts_of(layer: Any) -> LayerParts:
         heads=_first(inner, "num_attention_heads", "num_heads"),
         head_size=head_size,
         scale=_first(inner, "scaling", "scale", default=head_size**-0.5),
-        dropout=_attention_dropout(inner),
+        dropout=rate if inner.training else 0.0,
         config=inner.config,
-        relative_position_bias=getattr(layer, "relative_position_bias", None)
-        or getattr(inner, "relative_position_bias", None),
-        after_attention=(*_projection(attention), *_ending(layer, 1)),
+        relative_position_bias=own_bias or getattr(inner, "relative_position_bias", None),
+        after_attention=(*projection, *_branch_end(layer, 1)),
         norm2=_first(layer, "layernorm_after", "norm2", "layer_norm2"),
-        mlp=(*_mlp(layer), *_ending(layer, 2)),
+        mlp=(*mlp, *_branch_end(layer, 2)),
     )
 
 
+def _steps(output: Any) -> Branch:
+    return output.dense, output.dropout
+
+
+def _branch_end(layer: Any, branch: int) -> Branch:
+    """Dropout, LayerScale and drop path at the end of a branch, in the order of all layers."""
+    steps = [getattr(layer, name) for name in ("dropout", f"layer_scale{branch}") if hasattr(layer, name)]
+    scale = getattr(layer, f"lambda_{branch}", None)  # BEiT has a bare parameter, or the number 1
+    if scale is not None:
+        steps.append(partial(mul, scale))
+    if hasattr(layer, "drop_path"):
+        steps.append(layer.drop_path)
+    return tuple(steps)
+
+
+def _first(module: Any, *names: str, default: Any = None) -> Any:
+    """The one of these attributes that this version of the module has, else the default; raises MctfError."""
+    value = next((getattr(module, name) for name in names if hasattr(module, name)), default)
+    if value is None:
+        raise MctfError(
+            f"{type(module).__name__} has none of {', '.join(names)}: use a version of transformers that mctf supports"
+        )
+    return value
+
+
 def check_layer(name: str, layer: nn.Module) -> None:
-    """Refuse a layer whose forward is not the one the parts rebuild, or of which someone wants more than that."""
-    if not is_layer(layer):
+    """Raise MctfError for a layer whose forward is not the composition of the pieces, or with hooks inside."""
+    # exactly a supported class: a subclass may compute something else
+    if not type(layer).__module__.startswith("transformers.models.") or type(layer).__name__ not in LAYERS:
         raise MctfError(
             f"{name} is a {type(layer).__name__}, which mctf cannot fuse faithfully: use a model of one of {FAMILIES}"
         )
     _check_children(name, layer, _CHILDREN)
-    for part, module, known in _bypassed(layer):
-        _check_children(f"{name}.{part}", module, known)
-        _check_bypassed(f"{name}.{part}", module)
+    for part, module, children in _bypassed(layer):
+        _check_children(f"{name}.{part}", module, children)
+        # transformers' own hooks collect attention maps, which CallCheck refuses
+        hooks = [each for each in module._forward_hooks.values() if not _is_of_transformers(each)]
+        if hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            raise MctfError(f"{name}.{part} has hooks, which would not fire in a fused model: remove them first")
+        _check_forward(f"{name}.{part}", module)
     if not isinstance(vars(layer).get("forward"), LayerForward):
         _check_forward(name, layer)
 
 
 def _bypassed(layer: Any) -> Iterator[tuple[str, Any, set[str]]]:
-    """The modules whose parts are called one by one and which are not called themselves, with the parts we know."""
+    """Modules whose parts are called one by one instead of the module, with the supported names of these parts."""
     name = "attention" if hasattr(layer, "attention") else "self_attn"
-    attention = _attention(layer)
+    attention = _first(layer, "attention", "self_attn")
     if hasattr(attention, "attention"):
         yield name, attention, {"attention", "output"}
         yield f"{name}.attention", attention.attention, _ATTENTION_CHILDREN
@@ -169,83 +153,151 @@ def _bypassed(layer: Any) -> Iterator[tuple[str, Any, set[str]]]:
         yield "output", layer.output, _OUTPUT_CHILDREN
 
 
-def _check_bypassed(name: str, module: Any) -> None:
-    others = [hook for hook in module._forward_hooks.values() if not _of_transformers(hook)]
-    if others or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        raise MctfError(f"{name} has hooks, which would not fire in a fused model: remove them first")
-    _check_forward(name, module)
-
-
-def _of_transformers(hook: object) -> bool:
-    """Hooks that collect attention maps, which CallCheck refuses to a fused model."""
+def _is_of_transformers(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def _check_forward(name: str, module: Any) -> None:
-    replaced = vars(module).get("forward")
-    # collecting outputs leaves the module's own forward behind
-    if replaced is not None and getattr(replaced, "__func__", None) is not type(module).forward:
+    forward = vars(module).get("forward")
+    # collecting outputs stores the module's own forward as an attribute
+    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
         raise MctfError(f"{name}.forward was replaced, and would not be called in a fused model: restore it first")
 
 
-def _check_children(name: str, module: Any, known: set[str]) -> None:
+def _check_children(name: str, module: Any, supported: set[str]) -> None:
     present = {child for child, _ in module.named_children()}
     present |= {child for child, _ in module.named_parameters(recurse=False)}
-    unknown = sorted(present - known)
+    unknown = sorted(present - supported)
     if unknown:
         raise MctfError(
-            f"{name} of {type(module).__name__} has a part {unknown[0]!r} that mctf does not know and would leave out: "
+            f"{name} of {type(module).__name__} has an unknown part {unknown[0]!r}, which a fused model would skip: "
             "use a version of transformers that mctf supports"
         )
 
 
-def _first(module: Any, *names: str, default: Any = None) -> Any:
-    """The one of these attributes that this version of the module has; a default in position of a refusal."""
-    found = next((getattr(module, name) for name in names if hasattr(module, name)), default)
-    if found is not None:
-        return found
-    raise MctfError(
-        f"{type(module).__name__} has none of {', '.join(names)}: use a version of transformers that mctf supports"
-    )
+class LayerOps(SoftmaxAttention):
+    """The pieces of a layer, through its own modules.
+
+    adjusted: names of layer arguments whose meaning this class adjusts to fused tokens; others are refused.
+    """
+
+    adjusted: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(
+        self, layer: Any, arguments: Mapping[str, Any], positions: TokenPositions | None, *, prefix: int
+    ) -> None:
+        self.layer = layer
+        self.arguments = arguments
+        self.positions = positions
+        self.prefix = prefix
+        self.parts = parts_of(layer)
+
+    @property
+    def scale(self) -> float:
+        return self.parts.scale
+
+    @property
+    def attention_dropout(self) -> float:
+        return self.parts.dropout
+
+    def plain(self, x: Tensor) -> Tensor:
+        output = type(self.layer).forward(self.layer, x, **self.arguments)
+        return output[0] if isinstance(output, tuple) else output
+
+    def norm1(self, x: Tensor) -> Tensor:
+        return self.parts.norm1(x)
+
+    def queries_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        return self.split_heads(self.parts.query(h)), self.split_heads(self.parts.key(h))
+
+    def values(self, h: Tensor) -> Tensor:
+        return self.parts.value(h)
+
+    def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = self.queries_keys(h)
+        return q, k, self.split_heads(self.values(h))
+
+    def split_heads(self, flat: Tensor) -> Tensor:
+        return flat.unflatten(2, (self.parts.heads, self.parts.head_size)).transpose(1, 2)
+
+    def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
+        for step in self.parts.after_attention:
+            context = step(context)
+        return context + x
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        h = self.parts.norm2(x)
+        for step in self.parts.mlp:
+            h = step(h)
+        return h + x
 
 
-def _attention(layer: Any) -> Any:
-    return _first(layer, "attention", "self_attn")
+class PositionedLayerOps(LayerOps):
+    """Base class: a layer whose pieces depend on the positions of its tokens."""
+
+    def plain(self, x: Tensor) -> Tensor:
+        return super().plain(x) if self.positions is None else run_pieces(self, x, None)
+
+    def fused(self, assignment: Assignment, weights: Tensor) -> Self:
+        positions = positions_after(self.positions, assignment, weights)
+        return type(self)(self.layer, self.arguments, positions, prefix=self.prefix)
 
 
-def _inner(attention: Any) -> Any:
-    """Where q, k and v are: older versions nest them."""
-    return attention.attention if hasattr(attention, "attention") else attention
+class RotaryLayerOps(PositionedLayerOps):
+    """DINOv3: queries and keys of patches are rotated by their positions; those of leading tokens are not."""
+
+    adjusted = frozenset(["position_embeddings"])
+
+    def queries_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = super().queries_keys(h)
+        cos, sin = self.arguments["position_embeddings"]
+        cos, sin = self._mean_rows(cos, fill=1.0), self._mean_rows(sin, fill=0.0)
+        return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+
+    def _mean_rows(self, table: Tensor, *, fill: float) -> Tensor:
+        """Rows for leading tokens added, and the mean over the positions of each token: P d -> N d or B 1 M d."""
+        rows = torch.cat([table.new_full((self.prefix, table.shape[-1]), fill), table])
+        return rows if self.positions is None else self.positions.mean(rows)[:, None]
 
 
-def _attention_dropout(inner: Any) -> float:
-    given = _first(inner, "attention_dropout", "dropout_prob", "dropout")
-    rate = given.p if isinstance(given, nn.Dropout) else float(given)
-    return rate if inner.training else 0.0
+def _rotate_half(x: Tensor) -> Tensor:
+    """(a, b) -> (-b, a) for the two halves of the channels."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
 
 
-def _projection(attention: Any) -> Branch:
-    if hasattr(attention, "attention"):
-        return attention.output.dense, attention.output.dropout
-    return (_first(attention, "o_proj", "out_proj"),)
+class BiasedLayerOps(PositionedLayerOps):
+    """BEiT: attention logits have a bias per pair of positions, of the layer, shared by all layers, or both."""
+
+    # the mask holds the bias that layers share; masks of users are refused by CallCheck
+    adjusted = frozenset(["relative_position_bias", "attention_mask", "resolution", "interpolate_pos_encoding"])
+    _bias: Tensor | None = None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """H N N, or B H M M after fusion; None for a layer without bias."""
+        if self._bias is None:
+            full = self._full_bias()
+            self._bias = full if full is None or self.positions is None else self.positions.mean_bias(full)
+        return self._bias
+
+    def _full_bias(self) -> Tensor | None:
+        """The bias of all pairs of input positions: 1 H N N."""
+        shared = self.arguments.get("relative_position_bias", self.arguments.get("attention_mask"))
+        table = self.parts.relative_position_bias
+        if table is None:
+            return shared
+        height, width = self.arguments["resolution"]
+        patch = self.parts.config.patch_size
+        window = (height // patch, width // patch)
+        interpolates = self.arguments.get("interpolate_pos_encoding", False)
+        own = table(window, interpolates, dim_size=self.prefix + window[0] * window[1])
+        return own if shared is None else own + shared
 
 
-def _mlp(layer: Any) -> Branch:
-    if hasattr(layer, "intermediate"):
-        return layer.intermediate, layer.output.dense, layer.output.dropout
-    return (layer.mlp,)
+_OPS: dict[str, type[LayerOps]] = {"DINOv3ViTLayer": RotaryLayerOps, "BeitLayer": BiasedLayerOps}
 
 
-def _ending(layer: Any, branch: int) -> Branch:
-    """Dropout, LayerScale and drop-path at the end of a branch, in the order all layers have them."""
-    steps = []
-    if hasattr(layer, "dropout"):
-        steps.append(layer.dropout)
-    if hasattr(layer, f"layer_scale{branch}"):
-        steps.append(getattr(layer, f"layer_scale{branch}"))
-    scale = getattr(layer, f"lambda_{branch}", None)  # BEiT keeps a bare parameter, or the number 1
-    if scale is not None:
-        steps.append(partial(mul, scale))
-    if hasattr(layer, "drop_path"):
-        steps.append(layer.drop_path)
-    return tuple(steps)
+def ops_class(layer: type[nn.Module]) -> type[LayerOps]:
+    """The class of the pieces of layers of this class."""
+    return _OPS.get(layer.__name__, LayerOps)

@@ -1,45 +1,38 @@
-"""How transformers calls the layers of a fused model.
+"""What a fused model of transformers has attached while it is fused: layer calls, checks of calls, refused saving.
 
-Everything that transformers hangs on a layer acts when the layer is called: hooks or a wrapped `forward` collect
-hidden states, and `__call__` may checkpoint gradients. So a fused pass goes through the layer: the bound block calls
-it, and the layer's `forward` hands the call back. What is collected has one token per input token.
+transformers attaches hooks or a wrapped `forward` to a layer to collect hidden states, and its `__call__` may
+checkpoint gradients. A fused pass therefore goes through the layer: `BoundLayer` calls the layer, and `LayerForward`,
+the layer's `forward` while it is fused, calls the fused pass. Collected states have one token per input token.
 
 Axes: B images, N input tokens, C channels.
 """
 
-import sys
 from collections.abc import Callable
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from ..errors import MctfError
 from ..stack import BoundBlock
 
-_Pass = Callable[..., Tensor]
-_NOT_SAVED = (
-    "the files of a saved model would lose the fusion: run mctf.unfuse(model) first and mctf.fuse after loading, "
-    "or save model.state_dict()"
-)
-
 
 class BoundLayer(BoundBlock):
     """One layer of an iterated stack, called through the layer itself."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """B N C -> what the layer returns: B N C, in a tuple where its version returns one."""
+        """B N C -> the layer's return value: B N C, in a tuple where its version returns one."""
         return self._block(x, *args, fused_pass=super().__call__, **kwargs)
 
 
 class LayerForward:
-    """Stands for the `forward` of a layer while its model is fused; called without a fused pass, it is the layer's."""
+    """Replaces the `forward` of a layer while its model is fused; without `fused_pass` it is the layer's own."""
 
     def __init__(self, layer: nn.Module, *, in_tuple: bool) -> None:
         self.layer = layer
         self.in_tuple = in_tuple
 
-    def __call__(self, x: Tensor, *args: Any, fused_pass: _Pass | None = None, **kwargs: Any) -> Any:
+    def __call__(self, x: Tensor, *args: Any, fused_pass: Callable[..., Tensor] | None = None, **kwargs: Any) -> Any:
         if fused_pass is None:
             return type(self.layer).forward(self.layer, x, *args, **kwargs)
         output = fused_pass(x, *args, **kwargs)
@@ -47,31 +40,25 @@ class LayerForward:
 
 
 class RefusedSaving:
-    """Stands for `save_pretrained` and `push_to_hub` of a fused model: their files could not say that it is fused."""
+    """Replaces `save_pretrained` and `push_to_hub` of a fused model: the files they write cannot record the fusion.
+
+    It covers the fused model and the models inside it on the way to the tower. Where only an inner model was fused,
+    the outer model's `save_pretrained` is its own: it writes the weights, and the loaded model is not fused.
+    """
 
     names = ("save_pretrained", "push_to_hub")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise MctfError(_NOT_SAVED)
-
-
-def refuse_saving_around(stack: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Called when somebody wants the state_dict: refuses it to the save_pretrained of a model around the fused one.
-
-    That model is not known here, so the callers are asked; a state_dict for anybody else is nobody's business.
-    """
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        home = frame.f_globals.get("__name__")
-        if frame.f_code.co_name == "save_pretrained" and home == "transformers.modeling_utils":
-            raise MctfError(_NOT_SAVED)
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise MctfError(
+            "the files of a saved model would lose the fusion: run mctf.unfuse(model) first and mctf.fuse after "
+            "loading, or save model.state_dict()"
+        )
 
 
 class CallCheck:
-    """Looks at what a fused model is called with, before its layers can give half an answer.
+    """Forward pre-hook of a fused model: raises MctfError for arguments that its layers would handle only in part.
 
-    names: of the parameters of its forward. refused: those it must not be given.
+    names: of the parameters of the model's forward. refused: those that must not be given.
     """
 
     def __init__(self, names: tuple[str, ...], refused: tuple[str, ...]) -> None:
@@ -79,17 +66,16 @@ class CallCheck:
         self.refused = refused
 
     @classmethod
-    def hang_on(cls, model: nn.Module, *, refused: tuple[str, ...]) -> None:
-        """Have every call of the model checked."""
+    def attach(cls, model: nn.Module, *, refused: tuple[str, ...]) -> None:
         names = parameter_names(type(model).forward)[1:]
         model.register_forward_pre_hook(cls(names, refused), with_kwargs=True)
 
     @classmethod
-    def take_off(cls, model: nn.Module) -> None:
-        for number, hook in tuple(model._forward_pre_hooks.items()):
+    def detach(cls, model: nn.Module) -> None:
+        for key, hook in tuple(model._forward_pre_hooks.items()):
             if isinstance(hook, cls):
-                del model._forward_pre_hooks[number]
-                model._forward_pre_hooks_with_kwargs.pop(number, None)
+                del model._forward_pre_hooks[key]
+                model._forward_pre_hooks_with_kwargs.pop(key, None)
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(self.names, args, strict=False)) | kwargs
@@ -100,11 +86,11 @@ class CallCheck:
             if value is not None and value is not False:
                 raise MctfError(
                     f"a fused model takes no {name}, as attention is between fused tokens: "
-                    "leave it out, or run mctf.unfuse(model)"
+                    "omit it, or run mctf.unfuse(model)"
                 )
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the parameters of a function, in their order; those of *args and **kwargs left out."""
+    """Names of the parameters of a function in their order, without *args and **kwargs."""
     kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     return tuple(name for name, each in signature(function).parameters.items() if each.kind not in kinds)

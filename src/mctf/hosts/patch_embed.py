@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def is_patch_convolution(module: object) -> bool:
-    """Whether a module is a bare convolution whose windows tile the image: stride = kernel, nothing else."""
+    """Whether a module is a bare convolution over disjoint patches: stride = kernel, no padding, no hooks."""
     return (
         type(module) is nn.Conv2d
         and module.stride == module.kernel_size
@@ -25,10 +25,10 @@ def is_patch_convolution(module: object) -> bool:
 
 
 class MatmulPatchEmbed(nn.Conv2d):
-    """A patch convolution that multiplies matrices where that is faster and `wanted` says so.
+    """A patch convolution that runs as a matrix product where that is faster and `wanted()` is true.
 
-    It shares the attributes of the convolution it stands for, parameters included, so that state_dict and
-    optimisers see no difference.
+    It shares all attributes of the convolution that it replaces, parameters included, so state_dict and optimizers
+    see no difference.
     """
 
     wanted: Callable[[], bool]
@@ -42,7 +42,7 @@ class MatmulPatchEmbed(nn.Conv2d):
         return product
 
     def restored(self) -> nn.Conv2d:
-        """The convolution this stands for."""
+        """The convolution that this replaces."""
         (convolution,) = cast(Any, self.convolution)
         convolution.training = self.training
         return convolution
@@ -60,8 +60,8 @@ class MatmulPatchEmbed(nn.Conv2d):
         rows = pixels.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # B (h w) (C p q)
         patches = F.linear(rows, self.weight.flatten(1))
         if self.bias is not None:
-            # A sum of its own, as behind a convolution: torch.compile writes a residual stream out once it has read
-            # enough tensors to make it, and one fewer here would keep one more of them in memory.
+            # A separate addition, as after a convolution: torch.compile materializes a residual stream after a fixed
+            # number of inputs, and one input fewer here would keep one more tensor in memory.
             patches = patches + self.bias
         return patches.unflatten(1, (h, w)).permute(0, 3, 1, 2)
 

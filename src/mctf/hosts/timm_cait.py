@@ -1,19 +1,23 @@
-"""Talking heads: attention whose map is mixed across heads before and after the softmax.
+"""timm's CaiT: blocks with talking heads on patches alone, then a class-attention stage that reads all patches.
+
+Talking heads mix the attention map across heads before and after the softmax:
 
     A = after(softmax(before(q kT * scale) + log s))
 
-`before` and `after` are affine maps of the H heads of one pair of tokens. A token of size s stands for s equal keys.
-Each of these would have the weight softmax / s and go through `after` by itself, so together they weigh
+`before` and `after` are affine maps over the H heads of one pair of tokens. A token of size s counts as s equal keys.
+Each of them has the weight softmax / s and passes through `after` alone, so together they weigh
 
     s * after(softmax(before(q kT * scale) + log s) / s)
 
 which is the sum of their columns, constant term included. Rows of A need not sum to 1, nor be positive.
 
-Axes: B images, H heads, N tokens, d channels a head.
+The class-attention stage gets one token per patch, so a fused token counts as often as it covers patches.
+
+Axes: B images, H heads, N tokens, C channels, d channels per head.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,85 +30,13 @@ from ..core.flops import BlockShape
 from ..core.matching import at_least_float32
 from ..core.positions import TokenPositions
 from ._inspect import macs_per_token
-from .timm_base import GammaScaled, TimmHost, block_shape
-
-Mix = Callable[[Tensor], Tensor]  # … H -> … H
-
-
-@dataclass(frozen=True)
-class TalkingHeads:
-    """One block's way to mix its heads. dropped: its dropout of attention weights."""
-
-    before: Mix
-    after: Mix
-    dropped: Callable[[Tensor], Tensor]
-    scale: float
-
-    def map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:
-        """The attention map, B H N N, as it multiplies the values; in the dtype of q, as in the host."""
-        pairs = ((q * self.scale) @ k.transpose(-2, -1)).permute(0, 2, 3, 1)  # B N N H
-        logits = self.before(pairs)
-        if sizes is None:
-            return self.after(logits.softmax(dim=2)).permute(0, 3, 1, 2)
-        counts = sizes[:, None, :, None]
-        shares = (logits + counts.log().to(logits.dtype)).softmax(dim=2)
-        counts = counts.to(shares.dtype)
-        return (self.after(shares / counts.clamp_min(1)) * counts).permute(0, 3, 1, 2)  # padding counts 0 times
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, unpool: Assignment | None = None
-    ) -> Tensor:
-        """The map times the values, heads joined, some images at a time: B N (H d)."""
-        if unpool is not None:
-            v = unpool.unpool(v.transpose(1, 2)).transpose(1, 2)
-        contexts = [
-            self._context(self.map(q[part], k[part], sizes=_of(sizes, part)), v[part]) for part in batch_chunks(q, k)
-        ]
-        return torch.cat(contexts)
-
-    @torch.no_grad()
-    def informativeness(self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str) -> Tensor:
-        """Attention each token receives, B N; where heads weigh it below 0, not even that."""
-        if rows == "class":
-            q = q[:, :, :1]
-        sums = [_received(self.map(q[part], k[part], sizes=_of(sizes, part)), rows) for part in batch_chunks(q, k)]
-        return torch.cat(sums)
-
-    def attend_with_received(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str
-    ) -> tuple[Tensor, Tensor]:
-        """`attend` and `informativeness` of the same map."""
-        contexts, sums = [], []
-        for part in batch_chunks(q, k):
-            full_map = self.map(q[part], k[part], sizes=_of(sizes, part))
-            contexts.append(self._context(full_map, v[part]))
-            sums.append(_received(full_map.detach(), rows))
-        return torch.cat(contexts), torch.cat(sums)
-
-    def _context(self, full_map: Tensor, v: Tensor) -> Tensor:
-        return (self.dropped(full_map).to(v.dtype) @ v).transpose(1, 2).flatten(2)
-
-
-def _received(full_map: Tensor, rows: str) -> Tensor:
-    return column_means(at_least_float32(full_map), rows).clamp_min(0)
-
-
-def _of(sizes: Tensor | None, part: slice) -> Tensor | None:
-    return None if sizes is None else sizes[part]
-
-
-# MERGED from mctf.hosts.timm_cait:
-# timm's CaiT: talking heads, patches alone in the blocks, and a class token that reads them all afterwards.
-#
-# The class-attention stage gets one token per patch again, so that a fused token counts as often as it has patches.
-#
-# Axes: B images, H heads, N tokens, C channels.
+from .timm_base import GammaScaleMixin, TimmHost, TimmOps, block_shape
 
 
 class TimmCait(TimmHost):
     """One Cait model."""
 
-    known: ClassVar = {LayerScaleBlock: (TalkingHeadAttn,)}
+    block_classes: ClassVar = {LayerScaleBlock: (TalkingHeadAttn,)}
 
     @property
     def class_token(self) -> bool:
@@ -121,20 +53,30 @@ class TimmCait(TimmHost):
         return replace(block_shape(block), mixing=macs_per_token(block.attn.proj_l, block.attn.proj_w))
 
     def head_cost(self, tokens: int) -> int:
-        """The class-attention stage, the norm of the class token it makes, and the classifier."""
+        """The class-attention stage, the norm of its class token, and the classifier."""
         model = self.model
-        every = tokens + 1  # the class token reads itself too
-        stage = sum(_class_attention(block, every, model.embed_dim) for block in model.blocks_token_only)
-        return stage + macs_per_token(model.norm) + macs_per_token(model.head) * (1 if model.global_pool else every)
+        keys = tokens + 1  # the class token attends to itself too
+        stage = 0
+        for block in model.blocks_token_only:  # norm, keys, values and two products per token; the rest once
+            attn = block.attn
+            stage += keys * (macs_per_token(block.norm1, attn.k, attn.v) + 2 * model.embed_dim)
+            stage += macs_per_token(attn.q, attn.proj, block.norm2, block.mlp)
+        return stage + macs_per_token(model.norm) + macs_per_token(model.head) * (1 if model.global_pool else keys)
 
 
-class CaitOps(GammaScaled):
+class CaitOps(GammaScaleMixin, TimmOps):
     """The pieces of a LayerScaleBlock."""
 
-    @property
-    def talking(self) -> TalkingHeads:
+    def attention_map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:
+        """The map A that multiplies the values, B H N N, in the dtype of q."""
         attn = self.block.attn
-        return TalkingHeads(before=attn.proj_l, after=attn.proj_w, dropped=attn.attn_drop, scale=attn.scale)
+        logits = attn.proj_l(((q * attn.scale) @ k.transpose(-2, -1)).permute(0, 2, 3, 1))  # B N N H
+        if sizes is None:
+            return attn.proj_w(logits.softmax(dim=2)).permute(0, 3, 1, 2)
+        counts = sizes[:, None, :, None]
+        weights = (logits + counts.log().to(logits.dtype)).softmax(dim=2)
+        counts = counts.to(weights.dtype)
+        return (attn.proj_w(weights / counts.clamp_min(1)) * counts).permute(0, 3, 1, 2)  # padding has size 0
 
     def attend(
         self,
@@ -146,28 +88,41 @@ class CaitOps(GammaScaled):
         unpool: Assignment | None = None,
         received: ReceivedAttention | None = None,
     ) -> Tensor:
-        return self.talking.attend(q, k, v, sizes=sizes, unpool=unpool)
+        if unpool is not None:
+            v = unpool.unpool(v.transpose(1, 2)).transpose(1, 2)
+        return torch.cat([self._context(full_map, v[part]) for part, full_map in self._map_chunks(q, k, sizes)])
 
+    @torch.no_grad()
     def attention_received(
         self, q: Tensor, k: Tensor, *, sizes: Tensor | None, rows: str, keep: bool = False
     ) -> ReceivedAttention:
-        return ReceivedAttention(self.talking.informativeness(q, k, sizes=sizes, rows=rows)[:, None])
+        if rows == "class":
+            q = q[:, :, :1]
+        sums = [_received(full_map, rows) for _, full_map in self._map_chunks(q, k, sizes)]
+        return ReceivedAttention(torch.cat(sums)[:, None])
 
     def attend_with_received(
         self, q: Tensor, k: Tensor, v: Tensor, *, sizes: Tensor | None, rows: str
     ) -> tuple[Tensor, Tensor]:
-        context, received = self.talking.attend_with_received(q, k, v, sizes=sizes, rows=rows)
-        return context, received[:, None]
+        contexts, sums = [], []
+        for part, full_map in self._map_chunks(q, k, sizes):
+            contexts.append(self._context(full_map, v[part]))
+            sums.append(_received(full_map.detach(), rows))
+        return torch.cat(contexts), torch.cat(sums)[:, None]
 
-    def attention_map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:
-        return self.talking.map(q, k, sizes=sizes)
+    def _map_chunks(self, q: Tensor, k: Tensor, sizes: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+        """The attention map, some images at a time."""
+        for part in batch_chunks(q, k):
+            yield part, self.attention_map(q[part], k[part], sizes=None if sizes is None else sizes[part])
+
+    def _context(self, full_map: Tensor, v: Tensor) -> Tensor:
+        """The map times the values with the heads joined again: B N (H d)."""
+        return (self.block.attn.attn_drop(full_map).to(v.dtype) @ v).transpose(1, 2).flatten(2)
 
     def _drop_path(self, branch: int, x: Tensor) -> Tensor:
         return self.block.drop_path(x)
 
 
-def _class_attention(block: Any, tokens: int, width: int) -> int:
-    """One block of the class-attention stage on all tokens: norm, keys and values of each, two products, the rest."""
-    attn = block.attn
-    each = macs_per_token(block.norm1, attn.k, attn.v) + 2 * width
-    return tokens * each + macs_per_token(attn.q, attn.proj, block.norm2, block.mlp)
+def _received(full_map: Tensor, rows: str) -> Tensor:
+    """Attention each token receives, B N; a negative mean counts as 0."""
+    return column_means(at_least_float32(full_map), rows).clamp_min(0)

@@ -14,9 +14,9 @@ from .timm_base import TimmHost, TimmOps
 
 
 class TimmNaFlex(TimmHost):
-    """One NaFlexVit, whose blocks are VisionTransformer's, or Eva's where it has rotary positions."""
+    """One NaFlexVit. Its blocks are VisionTransformer's, or Eva's where it has rotary positions."""
 
-    known: ClassVar = {**timm_vit.BLOCKS, **timm_eva.BLOCKS}
+    block_classes: ClassVar = {**timm_vit.BLOCKS, **timm_eva.BLOCKS}
 
     @property
     def embedding(self) -> Any:
@@ -24,11 +24,11 @@ class TimmNaFlex(TimmHost):
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """What the positions were made for; other sizes resample them."""
+        """The size of the learned grid of positions; for other sizes the model resamples it."""
         grid, (height, width) = self.embedding.pos_embed_grid_size or (14, 14), self.embedding.patch_size
         return grid[0] * height, grid[1] * width
 
-    def _patches(self, embedded: Any) -> int:
+    def num_patches(self, embedded: Any) -> int:
         tokens, _ = embedded
         return tokens.shape[1] - self.protected
 

@@ -1,6 +1,7 @@
-"""Blocks of timm that add a bias to the attention logits of every pair of positions: those with relative positions.
+"""timm's models with relative position biases: Beit, and VisionTransformerRelPos with a table or a small MLP.
 
-A fused token takes the mean over the pairs of positions that two tokens cover, as logits are linear in the bias.
+Their blocks add a bias to the attention logits of every pair of positions: one per block, one shared by all blocks, or
+both. A fused token takes the mean over the positions it covers, as logits are linear in the bias.
 
 Axes: B images, H heads, N tokens, M tokens after fusion.
 """
@@ -17,18 +18,19 @@ from ..core.assignment import Assignment
 from ..core.flops import BlockShape
 from ..core.positions import TokenPositions, positions_after
 from ..methods.base import run_pieces
-from ._inspect import run_on_shapes
+from ._inspect import count_on_meta
 from .base import Architecture, refuse_arguments
-from .timm_base import GammaScaled, PostNorm, TimmHost, TimmOps, block_shape
+from .timm_base import GammaScaleMixin, PostNormMixin, TimmHost, TimmOps, block_shape
 
 
 class BiasedOps(TimmOps):
-    """A block on tokens at these positions; shared: what all blocks are called with, a bias of H N N or None.
+    """Base class: the pieces of a block for tokens at these positions.
 
-    A subclass says how the block is called with it, and what it adds of its own.
+    shared: the bias that the model passes to every block, H N N, or None.
+    argument: the name of that parameter of the block's forward.
     """
 
-    argument: str
+    argument: ClassVar[str]
 
     def __init__(self, block: Any, shared: Tensor | None, positions: TokenPositions | None) -> None:
         super().__init__(block)
@@ -36,16 +38,16 @@ class BiasedOps(TimmOps):
         self.positions = positions
         self._bias: Tensor | None = None
 
-    def every_pair(self) -> Tensor | None:
-        """The bias of all positions of the input, H N N or 1 H N N."""
+    def full_bias(self) -> Tensor | None:
+        """The bias of all pairs of input positions, H N N or 1 H N N."""
         raise NotImplementedError
 
     @property
     def bias(self) -> Tensor | None:
-        """That bias while nothing was fused, then its means: B H M M."""
+        """The full bias before any fusion, its means afterwards: B H M M."""
         if self._bias is None:
-            every = self.every_pair()
-            self._bias = every if every is None or self.positions is None else self.positions.mean_bias(every)
+            full = self.full_bias()
+            self._bias = full if full is None or self.positions is None else self.positions.mean_bias(full)
         return self._bias
 
     def plain(self, x: Tensor) -> Tensor:
@@ -57,16 +59,22 @@ class BiasedOps(TimmOps):
         return type(self)(self.block, self.shared, positions_after(self.positions, assignment, weights))
 
 
-# MERGED from mctf.hosts.timm_relpos:
-# timm's BEiT: relative positions of each block, of all blocks, of both or of none.
-#
-# Axes: H heads, N tokens.
+class BeitOps(GammaScaleMixin, BiasedOps):
+    """The pieces of a Beit Block."""
+
+    argument = "shared_rel_pos_bias"
+
+    def full_bias(self) -> Tensor | None:
+        if self.block.attn.relative_position_bias_table is None:
+            return self.shared
+        own = self.block.attn._get_rel_pos_bias()
+        return own if self.shared is None else own + self.shared
 
 
 class TimmBeit(TimmHost):
     """One Beit model."""
 
-    known: ClassVar = {Block: (Attention,)}
+    block_classes: ClassVar = {Block: (Attention,)}
 
     @property
     def uses_positions(self) -> bool:
@@ -78,35 +86,31 @@ class TimmBeit(TimmHost):
         refuse_arguments(*args, **kwargs)
         return {"shared": shared_rel_pos_bias}
 
-    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> "BeitOps":
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> BeitOps:
         return BeitOps(block, arguments["shared"], positions)
 
     def block_shape(self, block: Any) -> BlockShape:
         return block_shape(block)
 
 
-class BeitOps(GammaScaled, BiasedOps):
-    """The pieces of a Beit block."""
+class RelPosOps(BiasedOps):
+    """The pieces of a RelPosBlock."""
 
-    argument = "shared_rel_pos_bias"
+    argument = "shared_rel_pos"
 
-    def every_pair(self) -> Tensor | None:
-        if self.block.attn.relative_position_bias_table is None:
-            return self.shared
-        own = self.block.attn._get_rel_pos_bias()
-        return own if self.shared is None else own + self.shared
+    def full_bias(self) -> Tensor | None:
+        own = self.block.attn.rel_pos
+        return self.shared if own is None else own.get_bias()
 
 
-# MERGED from mctf.hosts.timm_relpos:
-# timm's VisionTransformerRelPos: relative positions from a table or from a small MLP, of each block or of all.
-#
-# Axes: H heads, N tokens.
+class PostNormRelPosOps(PostNormMixin, RelPosOps):
+    """The pieces of a ResPostRelPosBlock."""
 
 
 class TimmRelPos(TimmHost):
     """One VisionTransformerRelPos."""
 
-    known: ClassVar = {RelPosBlock: (RelPosAttention,), ResPostRelPosBlock: (RelPosAttention,)}
+    block_classes: ClassVar = {RelPosBlock: (RelPosAttention,), ResPostRelPosBlock: (RelPosAttention,)}
 
     @property
     def uses_positions(self) -> bool:
@@ -116,7 +120,7 @@ class TimmRelPos(TimmHost):
         refuse_arguments(*args, **kwargs)
         return {"shared": shared_rel_pos}
 
-    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> BiasedOps:
+    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> RelPosOps:
         kind = PostNormRelPosOps if isinstance(block, ResPostRelPosBlock) else RelPosOps
         return kind(block, arguments["shared"], positions)
 
@@ -124,22 +128,8 @@ class TimmRelPos(TimmHost):
         return block_shape(block, norm_first=not isinstance(block, ResPostRelPosBlock))
 
     def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
-        """With the MLPs that make the biases, once a pass."""
-        made = super().architecture(image_size)
-        makers = [self.model.shared_rel_pos, *(block.attn.rel_pos for block in self.model.blocks.children())]
-        biases = sum(run_on_shapes(maker, lambda maker: maker.get_bias())[1] for maker in makers if maker is not None)
-        return replace(made, stem=made.stem + biases)
-
-
-class RelPosOps(BiasedOps):
-    """The pieces of a RelPosBlock."""
-
-    argument = "shared_rel_pos"
-
-    def every_pair(self) -> Tensor | None:
-        own = self.block.attn.rel_pos
-        return self.shared if own is None else own.get_bias()
-
-
-class PostNormRelPosOps(PostNorm, RelPosOps):
-    """The pieces of a ResPostRelPosBlock."""
+        """With the MLPs that compute the biases, once per pass."""
+        shapes = super().architecture(image_size)
+        modules = [self.model.shared_rel_pos, *(block.attn.rel_pos for block in self.model.blocks.children())]
+        costs = [count_on_meta(each, lambda empty: empty.get_bias())[1] for each in modules if each is not None]
+        return replace(shapes, stem=shapes.stem + sum(costs))

@@ -1,4 +1,4 @@
-"""timm's VisionTransformer and everything built on it: DeiT, DINOv2, CLIP and SigLIP towers, ViTamin, …."""
+"""timm's VisionTransformer and its subclasses: DeiT, DINOv2, CLIP and SigLIP towers, ViTamin, …."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,15 +12,15 @@ from ..core.flops import BlockShape
 from ..core.positions import TokenPositions
 from ._inspect import macs_per_token
 from .base import Architecture
-from .timm_base import PostNorm, TimmHost, TimmOps, block_shape
+from .timm_base import BlockClasses, PostNormMixin, TimmHost, TimmOps, block_shape
 
-BLOCKS: Mapping[type[nn.Module], tuple[type[nn.Module], ...]] = {Block: (Attention,), ResPostBlock: (Attention,)}
+BLOCKS: BlockClasses = {Block: (Attention,), ResPostBlock: (Attention,)}
 
 
 class TimmViT(TimmHost):
     """One VisionTransformer."""
 
-    known: ClassVar = BLOCKS
+    block_classes: ClassVar = BLOCKS
 
     @property
     def class_token(self) -> bool:
@@ -38,14 +38,17 @@ class TimmViT(TimmHost):
 
     def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
         """With LV-ViT's second classifier, which reads every token but the protected ones."""
-        return replace(
-            super().architecture(image_size), second_head=macs_per_token(getattr(self.model, "aux_head", None))
-        )
+        second_head = macs_per_token(getattr(self.model, "aux_head", None))
+        return replace(super().architecture(image_size), second_head=second_head)
+
+
+class PostNormOps(PostNormMixin, TimmOps):
+    """The pieces of a ResPostBlock."""
 
 
 def vit_ops(block: nn.Module) -> TimmOps:
-    """The pieces of one of BLOCKS."""
-    return PostNorm(block) if isinstance(block, ResPostBlock) else TimmOps(block)
+    """The pieces of a block of one of BLOCKS."""
+    return PostNormOps(block) if isinstance(block, ResPostBlock) else TimmOps(block)
 
 
 def vit_shape(block: Any) -> BlockShape:

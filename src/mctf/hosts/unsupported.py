@@ -1,13 +1,13 @@
-"""Families of models that cannot be fused, and why not."""
+"""Why a model is refused: families that cannot be fused with the reason, and models inside a wrapper."""
 
 from torch import nn
 
-_WINDOWS = "it attends inside windows of fixed shape, which fused tokens do not fill"
+_WINDOWS = "it attends inside windows of fixed shape, which fused tokens cannot fill"
 _CHANNELS = "it attends over channels, not over tokens"
-_GRID = "it pools or convolves its tokens on their grid, and fused tokens lie on none"
+_GRID = "it pools or convolves its tokens on their grid, and fused tokens form no grid"
 _NONE = "it has no global attention"
 
-# Names of classes, as timm and, on the last line of each family, transformers have them.
+# Class names of timm and, on the last line of each group, of transformers.
 FAMILIES = {
     _WINDOWS: (
         *("SwinTransformer", "SwinTransformerV2", "SwinTransformerV2Cr", "VisionTransformerSAM", "HieraDet", "MaxxVit"),
@@ -30,7 +30,16 @@ FAMILIES = {
 _REASONS = {name: reason for reason, names in FAMILIES.items() for name in names}
 
 
-def reason_against(module: nn.Module) -> str | None:
-    """Why models of this class cannot be fused; None where that is not known."""
-    names = (cls.__name__ for cls in type(module).__mro__)
-    return next((_REASONS[name] for name in names if name in _REASONS), None)
+def explain_refusal(model: nn.Module, *, inside: str | None) -> str:
+    """The message for a model without a host. inside: name of a supported model inside it, if there is one."""
+    kind = type(model).__name__
+    if inside is not None:
+        attribute = all(part.isidentifier() for part in inside.split("."))
+        path = f"model.{inside}" if attribute else f"model.get_submodule({inside!r})"
+        return f"{kind} is not a supported model: fuse the one inside it, mctf.fuse({path})"
+    supported = "pass a Vision Transformer with global attention (DeiT, DINOv2, CLIP, SigLIP, EVA-02, BEiT, …)"
+    classes = (cls.__name__ for module in model.modules() for cls in type(module).__mro__)
+    reason = next((_REASONS[name] for name in classes if name in _REASONS), None)
+    if reason is not None:
+        return f"{kind} cannot be fused, {reason}: {supported}"
+    return f"{kind} is not a supported model: {supported}, or register a host for it by mctf.register_host"

@@ -1,4 +1,4 @@
-"""What the models of this package share beside timm's VisionTransformer, whose blocks, heads and feature maps they use.
+"""Parts shared by the models of this package. Their blocks, heads and feature maps are timm's VisionTransformer's.
 
 Axes: B images, H W pixels, N tokens, C channels.
 """
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ..errors import MctfError
 
-PATCH = 16  # pixels a token stands for, in each direction
+PATCH = 16  # pixels per token, in each direction
 
-# Arguments of timm's VisionTransformer that hold for T2T-ViT and LV-ViT. The norm stays before the pooling whatever the
-# pooling is, so that the keys of a state_dict never change.
+# Arguments of timm's VisionTransformer for T2T-ViT and LV-ViT. The norm comes before every kind of pooling, so that the
+# keys of a state_dict never change.
 COMMON: dict[str, Any] = {
     "patch_size": PATCH,
     "qkv_bias": False,
@@ -28,7 +28,7 @@ COMMON: dict[str, Any] = {
 
 
 class ConstantScale(nn.Module):
-    """Multiplies by a number that is part of the architecture, not of the weights."""
+    """Multiplies by a constant of the architecture, which is not a weight."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class ConstantScale(nn.Module):
 
 
 class Stem(nn.Module):
-    """A stem that gives one token for each square of pixels, with what timm's VisionTransformer asks of one."""
+    """A stem with one token per square of pixels, and the attributes that timm's VisionTransformer reads."""
 
     def __init__(self, img_size: int | tuple[int, int], *, patch: int = PATCH) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Stem(nn.Module):
         patch = self.patch_size[0]
         if patch_size not in (None, patch, self.patch_size):
             raise MctfError(
-                f"patch_size={patch_size} cannot be set: this stem always gives a token for {patch}x{patch} pixels"
+                f"patch_size={patch_size} cannot be set: this stem has one token per {patch}x{patch} pixels"
             )
         if img_size is None:
             return
@@ -68,7 +68,7 @@ class Stem(nn.Module):
         self.num_patches = self.grid_size[0] * self.grid_size[1]
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
-        """Pixels a token stands for."""
+        """Pixels per token, in each direction."""
         return self.patch_size[0] if as_scalar else self.patch_size
 
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
@@ -76,17 +76,17 @@ class Stem(nn.Module):
         return img_size[0] // self.patch_size[0], img_size[1] // self.patch_size[1]
 
     def check(self, images: Tensor) -> None:
-        """Refuse images of a size that the positions were not made for."""
-        came = tuple(images.shape[-2:])
-        if came != self.img_size:
+        """Refuse images of another size than that of the positions."""
+        size = tuple(images.shape[-2:])
+        if size != self.img_size:
             raise MctfError(
-                f"the model was made for {self.img_size[0]}x{self.img_size[1]} images, got {came[0]}x{came[1]}: "
-                f"create it with img_size={came}, or call its set_input_size(img_size={came})"
+                f"the model expects {self.img_size[0]}x{self.img_size[1]} images, got {size[0]}x{size[1]}: "
+                f"create it with img_size={size}, or call its set_input_size(img_size={size})"
             )
 
 
 def stem_layer(stem: Callable[..., Stem], **sizes: int) -> Callable[..., Stem]:
-    """The constructor that timm's VisionTransformer calls for its stem; what timm adds has no meaning for ours."""
+    """The constructor that timm's VisionTransformer calls for its stem; timm's other arguments are ignored."""
 
     def make(*, img_size: int | tuple[int, int], in_chans: int, embed_dim: int, **_: Any) -> Stem:
         return stem(img_size, in_chans=in_chans, embed_dim=embed_dim, **sizes)
@@ -95,7 +95,7 @@ def stem_layer(stem: Callable[..., Stem], **sizes: int) -> Callable[..., Stem]:
 
 
 def block_layer(change: Callable[[Block], None]) -> Callable[..., Block]:
-    """timm's own pre-norm block with one thing changed: whatever knows timm's block knows this one."""
+    """timm's own pre-norm block with one change; its class stays timm's, so hosts accept it."""
 
     def make(**options: Any) -> Block:
         block = Block(**options)
@@ -106,7 +106,7 @@ def block_layer(change: Callable[[Block], None]) -> Callable[..., Block]:
 
 
 def pretrained_config(**entries: Any) -> dict[str, Any]:
-    """What timm records about a model: its images and how they are prepared, its classifier."""
+    """timm's record of a model: image size, preprocessing, classifier."""
     return {
         "num_classes": 1000,
         "input_size": (3, 224, 224),
@@ -121,6 +121,6 @@ def pretrained_config(**entries: Any) -> dict[str, Any]:
 
 
 def build(model: type[VisionTransformer], name: str, pretrained: bool, **options: Any) -> VisionTransformer:
-    """A model through timm's builder, which knows of pretrained weights, `features_only` and more."""
+    """A model by timm's builder, which handles pretrained weights, `features_only` and more."""
     features = {"out_indices": 3, "feature_cls": "getter"}
     return build_model_with_cfg(model, name, pretrained, feature_cfg=features, **options)

@@ -1,4 +1,4 @@
-"""The 200 classes of Tiny-ImageNet: their wnids, which name folders of images, and their names."""
+"""Names of classes: Tiny-ImageNet's by wnid, and the labels of a model's outputs."""
 
 from functools import cache
 from importlib.resources import files
@@ -10,35 +10,34 @@ TINY_IMAGENET_CLASSES = 200
 
 @cache
 def class_names() -> dict[str, str]:
-    """The names of every class by its wnid, synonyms between commas; in the order in which models number them."""
+    """The 200 classes of Tiny-ImageNet: wnid (the name of an image folder) -> names, separated by commas.
+
+    The order is that of the class indices.
+    """
     text = (files("mctf") / "data_files" / "tiny_imagenet_classes.tsv").read_text(encoding="utf-8")
     rows = [line.split("\t") for line in text.splitlines()]  # index, wnid, names
     return {wnid: names for _, wnid, names in rows}
 
 
-# MERGED from mctf.models.class_names:
-# The everyday name of every class of a model, where it is known.
+def class_labels(model: Any) -> tuple[str, ...]:
+    """One label per class of a model.
 
-
-def class_words(model: Any) -> tuple[str, ...]:
-    """One name a class: as the model's config has it, else ImageNet's for a thousand classes, else its number.
-
-    The config speaks of the weights that the model was published with: it counts where the classes are as many.
+    Labels come from its `pretrained_cfg` where that has as many as the model has classes. A model with 1000 classes
+    has those of ImageNet. Others are numbered: "class 0", "class 1", ….
     """
     count: int = model.num_classes
     config = getattr(model, "pretrained_cfg", None) or {}
     labels = config.get("label_names") or ()
     if len(labels) == count:
-        described = config.get("label_descriptions") or {}
-        return tuple(_first(described.get(label, label)) for label in labels)
+        descriptions = config.get("label_descriptions") or {}
+        return tuple(_first_synonym(descriptions.get(label, label)) for label in labels)
     if count == IMAGENET_CLASSES:
         from timm.data import ImageNetInfo
 
-        known = ImageNetInfo()
-        return tuple(_first(known.index_to_description(number)) for number in range(count))
-    return tuple(f"class {number}" for number in range(count))
+        info = ImageNetInfo()
+        return tuple(_first_synonym(info.index_to_description(index)) for index in range(count))
+    return tuple(f"class {index}" for index in range(count))
 
 
-def _first(names: str) -> str:
-    """The first of several synonyms between commas."""
+def _first_synonym(names: str) -> str:
     return names.split(",")[0]

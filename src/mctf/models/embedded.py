@@ -1,7 +1,7 @@
 """The embedded model: a compact Vision Transformer for 64 x 64 images whose weights come with the package.
 
-A small convolutional stem gives a token for each 4 x 4 pixels, 257 with the class token; twelve of timm's blocks
-follow. It is there so that demonstrations and tutorials need no download.
+A small convolutional stem gives one token per 4 x 4 pixels, 257 with the class token; twelve of timm's blocks follow.
+Demonstrations and tutorials use it without a download.
 
 Axes: B images, H W pixels, N tokens, C channels.
 """

@@ -1,4 +1,4 @@
-"""Models of transformers by name: `hf:` and a directory that save_pretrained wrote, or a name on the model hub."""
+"""Models of transformers by name: `hf:` and a directory written by save_pretrained, or a name on the model hub."""
 
 import json
 from collections.abc import Iterator
@@ -8,43 +8,47 @@ from typing import Any
 
 from torch import nn
 
+from .._utils import first_line, optional_import
 from ..errors import MctfError
 from ..hosts import find_host
 from .hf_images import ImageModel, read_preprocessing
-from .loading import hub_answers
+from .loading import WeightsUnavailableError, cached_file
 
-_WANTED = "a directory written by save_pretrained, or a name on the model hub"
-_FILES = ("preprocessor_config.json", "processor_config.json")
+_EXPECTED = "a directory written by save_pretrained, or a name on the model hub"
+_PREPROCESSING_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def create_hf(
     name: str, *, pretrained: bool = False, image_size: tuple[int, int] | None = None, **options: Any
 ) -> nn.Module:
-    """The model of a name that starts with `hf:`, in evaluation mode; it takes images and gives one tensor.
+    """The model of a name that starts with `hf:`, in evaluation mode; it takes images and returns one tensor.
 
-    Classifiers are kept. Of any other model the vision tower is, and gives what it pools. options: of its config.
+    A classifier is loaded whole. Of any other model the vision tower is kept, and its pooled features are returned.
+    options: set in the model's config.
     """
-    transformers = _transformers(name)
-    place = name.removeprefix("hf:")
+    transformers = optional_import("transformers", extra="hf", purpose=f"models such as {name}")
+    source = name.removeprefix("hf:")
     try:
         with _quiet(transformers.utils.logging):
-            _check_there(place)
-            config = _config(transformers, place, options)
-            kind = _kind(transformers, config)
-            model = _loaded(kind, place, config) if pretrained else kind.from_config(config)
-            preprocessing = _preprocessing(transformers, place)
+            _check_exists(source)
+            config = _read_config(transformers, source, options)
+            if pretrained:
+                model = _load(transformers, source, config)
+            else:
+                kind = _classifier_class(transformers, config)
+                model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
+            preprocessing = _read_preprocessing(transformers, source)
     except MctfError:
         raise
     except Exception as failure:  # network, hub and config errors share no base class
-        reason = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
-        raise MctfError(f"{name} cannot be loaded ({reason}): give hf: and {_WANTED}") from None
-    find_host(model)  # says what is wrong with a model that cannot be fused
+        raise MctfError(f"{name} cannot be loaded ({first_line(failure)}): give hf: and {_EXPECTED}") from None
+    find_host(model)  # raises MctfError with the reason where the model cannot be fused
     return ImageModel.of(model, preprocessing, image_size=image_size).eval()
 
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """Without transformers' progress bars and reports of what it loads."""
+    """Without transformers' progress bars and loading reports."""
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -56,74 +60,54 @@ def _quiet(logging: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _transformers(name: str) -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise MctfError(f"{name} needs transformers: install it with pip install 'mctf[hf]'") from None
-    return transformers
-
-
-def _check_there(place: str) -> None:
-    """Raise MctfError at once where the hub's own client would try for most of a minute."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if Path(place).is_dir():
+def _check_exists(source: str) -> None:
+    """Raise MctfError within seconds; transformers retries for most of a minute."""
+    if Path(source).is_dir():
         return
-    if place.startswith((".", "/", "~")) or place.count("/") > 1:
-        raise MctfError(f"there is no directory {place}: give hf: and {_WANTED}")
-    if not isinstance(try_to_load_from_cache(place, "config.json"), str) and not hub_answers():
-        raise MctfError(f"{place} is not in the cache and the model hub does not answer: give hf: and a directory")
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise MctfError(f"there is no directory {source}: give hf: and {_EXPECTED}")
+    try:
+        cached_file(source, ("config.json",))
+    except WeightsUnavailableError as failure:
+        raise MctfError(f"{failure}: give hf: and a directory written by save_pretrained") from None
 
 
-def _config(transformers: Any, place: str, options: dict[str, Any]) -> Any:
-    config = transformers.AutoConfig.from_pretrained(place)
+def _read_config(transformers: Any, source: str, options: dict[str, Any]) -> Any:
+    config = transformers.AutoConfig.from_pretrained(source)
     for option, value in options.items():
         if not hasattr(config, option):
-            raise MctfError(f"hf:{place} cannot be created with {option}: its config has no such entry")
+            raise MctfError(f"hf:{source} cannot be created with {option}: its config has no such entry")
         setattr(config, option, value)
     if hasattr(config, "mask_ratio"):
-        config.mask_ratio = 0.0  # ViTMAE would hide most of an image, another part each time
+        config.mask_ratio = 0.0  # ViTMAE would mask most of an image, at random
     return config
 
 
-class _Whole:
-    """Makes models of the one class that a config names, like transformers' Auto classes."""
-
-    def __init__(self, kind: Any) -> None:
-        self.kind = kind
-
-    def from_pretrained(self, place: str, **options: Any) -> nn.Module:
-        return self.kind.from_pretrained(place, **options)
-
-    def from_config(self, config: Any) -> nn.Module:
-        return self.kind(config)
+def _classifier_class(transformers: Any, config: Any) -> Any:
+    """The class that a saved classifier names in its config; None for every other model."""
+    name = (getattr(config, "architectures", None) or [""])[0]
+    return getattr(transformers, name, None) if "ForImageClassification" in name else None
 
 
-def _kind(transformers: Any, config: Any) -> Any:
-    """The class of a classifier as it was saved; else the plain model of the config."""
-    named = (getattr(config, "architectures", None) or [""])[0]
-    if "ForImageClassification" in named and hasattr(transformers, named):
-        return _Whole(getattr(transformers, named))
-    return transformers.AutoModel
-
-
-def _loaded(kind: Any, place: str, config: Any) -> nn.Module:
-    """The model with all of its weights; a pooler that was saved without any is left out."""
-    model, found = kind.from_pretrained(place, config=config, output_loading_info=True)
-    missing = sorted(key for key in found["missing_keys"] if not key.endswith("mask_token"))  # nothing is masked here
+def _load(transformers: Any, source: str, config: Any) -> nn.Module:
+    """The model with all of its weights; a pooler that was saved without weights is removed."""
+    kind = _classifier_class(transformers, config) or transformers.AutoModel
+    model, report = kind.from_pretrained(source, config=config, output_loading_info=True)
+    missing = sorted(key for key in report["missing_keys"] if not key.endswith("mask_token"))  # nothing is masked here
     needed = [key for key in missing if not key.startswith("pooler.")]
     if needed:
-        raise MctfError(f"{place} lacks weights of a {type(model).__name__}, as {needed[0]}: save the model anew")
+        raise MctfError(
+            f"{source} lacks weights of a {type(model).__name__}, such as {needed[0]}: save the model again"
+        )
     if missing:
         model.pooler = None
     return model
 
 
-def _preprocessing(transformers: Any, place: str) -> dict[str, Any]:
-    for file in _FILES:
-        found = transformers.utils.cached_file(place, file, _raise_exceptions_for_missing_entries=False)
-        if found is not None:
-            given = json.loads(Path(found).read_text(encoding="utf-8"))
+def _read_preprocessing(transformers: Any, source: str) -> dict[str, Any]:
+    for file in _PREPROCESSING_FILES:
+        path = transformers.utils.cached_file(source, file, _raise_exceptions_for_missing_entries=False)
+        if path is not None:
+            given = json.loads(Path(path).read_text(encoding="utf-8"))
             return read_preprocessing(given.get("image_processor", given))
     return {}

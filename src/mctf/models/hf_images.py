@@ -1,4 +1,7 @@
-"""A model of transformers that takes images and gives one tensor, as the commands know it from timm's models."""
+"""Models of transformers with the interface of timm's: images in, one tensor out, preprocessing in `pretrained_cfg`.
+
+Axes: B images, C channels, K classes.
+"""
 
 import threading
 from dataclasses import dataclass
@@ -6,25 +9,25 @@ from inspect import signature
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from ..errors import MctfError
-from ..hosts.hf_layers import find_tower
+from ..hosts.hf import find_tower
 
 _HEADS = ("classifier", "cls_classifier")
+_RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by PIL's numbers
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a model says of images, B K, and what its classifier has read, B C."""
+class Features:
+    """Logits, B K, and the input of the classifier, B C. Without a classifier both are the pooled features."""
 
     logits: Tensor
     pooled: Tensor
 
 
 class ImageModel(nn.Module):
-    """One model of transformers behind timm's names.
+    """One model of transformers with timm's method names.
 
     pretrained_cfg: how images are prepared, as timm records it. num_classes: 0 for a model without classifier.
     """
@@ -36,15 +39,15 @@ class ImageModel(nn.Module):
         self.model = model
         self.pretrained_cfg = pretrained_cfg
         self.num_classes = num_classes
-        known = signature(type(model).forward).parameters
-        self._interpolates = "interpolate_pos_encoding" in known
-        self._shuffles = "noise" in known
+        parameters = signature(type(model).forward).parameters
+        self._interpolates = "interpolate_pos_encoding" in parameters
+        self._shuffles = "noise" in parameters
 
     @classmethod
     def of(
         cls, model: Any, preprocessing: dict[str, Any], *, image_size: tuple[int, int] | None = None
     ) -> "ImageModel":
-        """The whole model where it classifies, else its vision tower; for images of the given size."""
+        """The whole model where it is a classifier, else its vision tower; for images of the given size."""
         _, tower = find_tower(model)
         if not hasattr(tower.config, "image_size"):
             raise MctfError(f"{type(model).__name__} takes patches, not images: fuse it with mctf.fuse(model)")
@@ -58,75 +61,62 @@ class ImageModel(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Logits of a classifier, B K; else pooled features, B C."""
-        output = self.model(pixel_values=pixel_values, **self._options(pixel_values))
+        config: Any = self.model.config
+        config = getattr(config, "vision_config", config)
+        height, width = pixel_values.shape[2:]
+        options: dict[str, Any] = {}
+        if self._interpolates and (height, width) != _pair(config.image_size):
+            options["interpolate_pos_encoding"] = True
+        if self._shuffles:  # ViTMAE sorts patches by noise: increasing numbers keep their order
+            patches = (height // config.patch_size) * (width // config.patch_size)
+            options["noise"] = torch.arange(patches, device=pixel_values.device).expand(len(pixel_values), -1)
+        output = self.model(pixel_values=pixel_values, **options)
         if self.num_classes:
             return output.logits
         pooled = getattr(output, "pooler_output", None)
         return output.last_hidden_state[:, 0] if pooled is None else pooled
 
-    def forward_features(self, images: Tensor) -> Answer:
-        """All that `forward_head` can be asked for."""
+    def forward_features(self, images: Tensor) -> Features:
+        """Everything that `forward_head` returns; one pass computes both."""
         heads: list[Any] = [getattr(self.model, name) for name in _HEADS if hasattr(self.model, name)]
         if not heads:
             pooled = self(images)
-            return Answer(pooled, pooled)
-        read: list[Tensor] = []
+            return Features(pooled, pooled)
+        inputs: list[Tensor] = []
         thread = threading.get_ident()
 
-        def note(head: nn.Module, args: tuple[Tensor, ...]) -> None:
+        def record(head: nn.Module, args: tuple[Tensor, ...]) -> None:
             if threading.get_ident() == thread:
-                read.append(args[0])
+                inputs.append(args[0])
 
-        handle = heads[0].register_forward_pre_hook(note)
+        handle = heads[0].register_forward_pre_hook(record)
         try:
             logits = self(images)
         finally:
             handle.remove()
-        return Answer(logits, read[0])
+        return Features(logits, inputs[0])
 
-    def forward_head(self, answer: Answer, pre_logits: bool = False) -> Tensor:
-        return answer.pooled if pre_logits else answer.logits
-
-    def _options(self, images: Tensor) -> dict[str, Any]:
-        """What this model has to be told about images of this size."""
-        config: Any = self.model.config
-        config = getattr(config, "vision_config", config)
-        height, width = images.shape[2:]
-        options: dict[str, Any] = {}
-        if self._interpolates and (height, width) != _pair(config.image_size):
-            options["interpolate_pos_encoding"] = True
-        if self._shuffles:  # ViTMAE orders patches by noise: rising numbers leave them as they are
-            patches = (height // config.patch_size) * (width // config.patch_size)
-            options["noise"] = torch.arange(patches, device=images.device).expand(len(images), -1)
-        return options
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    """Height and width of an image size that may be one number."""
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-# MERGED from mctf.models.hf_images:
-# What transformers' image processors do to an image, in the words timm has for it.
+    def forward_head(self, features: Features, pre_logits: bool = False) -> Tensor:
+        return features.pooled if pre_logits else features.logits
 
 
 def read_preprocessing(given: dict[str, Any]) -> dict[str, Any]:
     """From the contents of a preprocessor_config.json to the entries of a timm `pretrained_cfg`."""
     read: dict[str, Any] = {}
-    crop = _sides(given.get("crop_size")) if given.get("do_center_crop") else None
-    size = _sides(given.get("size")) if given.get("do_resize", True) else None
+    crop = _read_size(given.get("crop_size")) if given.get("do_center_crop") else None
+    size = _read_size(given.get("size")) if given.get("do_resize", True) else None
     if crop is not None:
         read["input_size"] = (3, *crop)
         read["crop_pct"] = 1.0 if size is None else min(crop) / min(size)
-    elif size is not None:  # resized to this size whatever the image's shape was
+    elif size is not None:  # resized to this size whatever the shape of the image
         read |= {"input_size": (3, *size), "crop_pct": 1.0, "crop_mode": "squash"}
     if given.get("resample") is not None:
-        read["interpolation"] = Image.Resampling(given["resample"]).name.lower()
-    return read | _normalisation(given)
+        read["interpolation"] = _RESAMPLING[given["resample"]]
+    return read | _read_normalization(given)
 
 
-def _normalisation(given: dict[str, Any]) -> dict[str, Any]:
-    """Mean and deviation for pixels between 0 and 1, which is what timm's transforms give."""
+def _read_normalization(given: dict[str, Any]) -> dict[str, Any]:
+    """Mean and standard deviation for pixels between 0 and 1, as timm's transforms give them."""
     factor = 255 * given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 255.0
     if given.get("do_normalize", True):
         mean, std = given.get("image_mean"), given.get("image_std")
@@ -137,12 +127,17 @@ def _normalisation(given: dict[str, Any]) -> dict[str, Any]:
     return {"mean": tuple(each / factor for each in mean), "std": tuple(each / factor for each in std)}
 
 
-def _sides(size: Any) -> tuple[int, int] | None:
-    """Height and width; the shortest edge stands for both."""
+def _read_size(size: Any) -> tuple[int, int] | None:
+    """Height and width; one number or the shortest edge holds for both."""
     if size is None or isinstance(size, int):
         return None if size is None else (size, size)
     if "shortest_edge" in size:
         return size["shortest_edge"], size["shortest_edge"]
     if "height" in size and "width" in size:
         return size["height"], size["width"]
-    raise MctfError(f"an image size of {size} is not understood: expected height and width, or shortest_edge")
+    raise MctfError(f"image size {size} is not supported: expected height and width, or shortest_edge")
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """Height and width of an image size that may be one number."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

@@ -63,7 +63,7 @@ class LVViT(VisionTransformer):
         _check_pool(num_classes, global_pool)
 
         def divide_branches(block: Block) -> None:
-            block.ls1 = ConstantScale(1 / skip_lam)  # timm's place for what scales a branch
+            block.ls1 = ConstantScale(1 / skip_lam)  # timm's attribute for the scale of a branch
             block.ls2 = ConstantScale(1 / skip_lam)
 
         super().__init__(
@@ -82,15 +82,15 @@ class LVViT(VisionTransformer):
         return self.head, self.aux_head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Two heads for another number of classes; 0 takes both away."""
+        """Two heads for another number of classes; 0 removes both."""
         _check_pool(num_classes, self.global_pool if global_pool is None else global_pool)
         super().reset_classifier(num_classes, global_pool)
         self._reset_aux_head()
 
     def _reset_aux_head(self) -> None:
-        place = {"device": self.cls_token.device, "dtype": self.cls_token.dtype}
+        like = {"device": self.cls_token.device, "dtype": self.cls_token.dtype}
         classes = self.num_classes
-        self.aux_head = nn.Linear(self.embed_dim, classes, **place) if classes > 0 else nn.Identity()
+        self.aux_head = nn.Linear(self.embed_dim, classes, **like) if classes > 0 else nn.Identity()
         self.aux_head.train(self.training)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -105,8 +105,8 @@ class LVViT(VisionTransformer):
 def _check_pool(num_classes: int, global_pool: str) -> None:
     if num_classes > 0 and global_pool != "token":
         raise MctfError(
-            f"global_pool={global_pool!r} does not suit LV-ViT's two heads: leave it at 'token', or take the features "
-            "without heads by num_classes=0"
+            f"global_pool={global_pool!r} does not fit LV-ViT's two heads: use 'token', or num_classes=0 for features "
+            "without heads"
         )
 
 

@@ -1,7 +1,7 @@
 """T2T-ViT with transformer token modules (Yuan et al., 2021), under the key names of its public checkpoints.
 
 Images become tokens in three soft splits, overlapping windows that are unfolded, with a narrow transformer after
-each of the first two. The blocks behind are timm's, but for the scale of their attention.
+each of the first two. The blocks that follow are timm's with another scale of attention.
 
 Axes: B images, D pixel or token channels, h w rows and columns of tokens, N = h * w tokens, C channels.
 """
@@ -36,7 +36,7 @@ class SoftSplit:
 class TokenAttention(nn.Module):
     """Attention with one head that changes the width. Its skip connection adds the values, not the input.
 
-    The scale belongs to the width that comes in, not to that of the queries.
+    The scale is that of the input width, not that of the queries.
     """
 
     def __init__(self, width: int, narrow: int) -> None:
@@ -47,7 +47,7 @@ class TokenAttention(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """B N width -> B N narrow."""
-        q, k, v = self.qkv(h).unsqueeze(1).chunk(3, dim=-1)  # B 1 N narrow: fused attention wants a head axis
+        q, k, v = self.qkv(h).unsqueeze(1).chunk(3, dim=-1)  # B 1 N narrow: fused attention needs a head axis
         context = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
         return (v + self.proj(context)).squeeze(1)
 
@@ -106,8 +106,8 @@ def sinusoids(positions: int, channels: int) -> Tensor:
 def _scale_by_whole_width(block: Block) -> None:
     """softmax(q kT C^-0.5) in a block that computes softmax(q kT d^-0.5): C = heads * d, so q takes heads^-0.5.
 
-    The released checkpoints were trained with this scale. In the place of timm's norm of the queries it reaches every
-    caller of the block's parts.
+    The released checkpoints were trained with this scale. It replaces timm's norm of the queries, so every caller of
+    the block's parts applies it.
     """
     block.attn.q_norm = ConstantScale(block.attn.num_heads**-0.5)
 
@@ -118,7 +118,7 @@ class T2TViT(VisionTransformer):
     token_dim: channels of the token transformers. options: timm's, as img_size or drop_path_rate.
 
     The position table is computed for the size a model is created with; `set_input_size` resamples it like learned
-    positions, as trained weights know a place by its values in the table.
+    positions, because trained weights identify a position by its values in the table.
     """
 
     def __init__(self, *, token_dim: int = 64, mlp_ratio: float = 3.0, **options: Any) -> None:
@@ -141,7 +141,7 @@ class T2TViT(VisionTransformer):
         super().__setattr__("tokens_to_token" if name == "patch_embed" else name, value)
 
     def init_weights(self, *args: Any, **options: Any) -> None:
-        """timm's initial weights, and the position table in the place of random positions."""
+        """timm's initial weights, and the position table instead of random positions."""
         super().init_weights(*args, **options)
         with torch.no_grad():
             self.pos_embed.copy_(sinusoids(*self.pos_embed.shape[1:]))

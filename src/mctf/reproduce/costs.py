@@ -15,7 +15,7 @@ from torch import nn
 
 from ..api import fuse
 from ..core.schedule import ReductionSpec
-from ..hosts._inspect import run_on_shapes
+from ..hosts._inspect import count_on_meta
 from ..methods import methods
 from ..methods._layers import UntrainedWarning
 from ..models.loading import create_empty
@@ -214,7 +214,7 @@ def _count_pvt(depths: tuple[int, ...]) -> Counted:
 @torch.no_grad()
 def _count_operations(model: nn.Module) -> Counted:
     images = torch.empty(1, 3, _IMAGE_SIZE, _IMAGE_SIZE, device="meta")
-    _, multiply_adds = run_on_shapes(model, lambda empty: empty(images))
+    _, multiply_adds = count_on_meta(model, lambda empty: empty(images))
     return Counted(0, multiply_adds / 1e9, _millions(model))
 
 

@@ -23,7 +23,7 @@ from ..errors import MctfError
 from ..evaluation.environment import describe_device
 from ..evaluation.fidelity import Fidelity, Output, average, run_model, score
 from ..evaluation.timing import time_interleaved
-from ..models.class_names import class_words
+from ..models.class_names import class_labels
 from ..models.loading import copy_sharing_weights
 from ..planning import Plan, plan
 from .contact_sheet import choose_blocks, contact_sheet
@@ -132,7 +132,7 @@ class Demonstration:
         fidelity = average(score(fused, baseline, None, classifies=self.classes > 0))
         if not self.classes:
             return fidelity, []
-        words = class_words(self.baseline)
+        words = class_labels(self.baseline)
         rows = zip(self.names, _top1(baseline, words), _top1(fused, words), strict=True)
         return fidelity, [Prediction(name, *before, *after) for name, before, after in rows]
 

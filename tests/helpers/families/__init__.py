@@ -15,7 +15,7 @@ from helpers.families.timm_vit import TimmViT
 
 __all__ = ["CLASSES", "DEPTH", "FAMILIES", "Family"]
 
-# The first that knows a model counts, so a family of subclasses comes first.
+# The first family that includes a model counts, so a family of subclasses comes first.
 FAMILIES: tuple[Family, ...] = (Backbones(), TimmViT(), TimmEva(), TimmBeit(), TimmCait(), TimmNaFlex(), TimmRelPos())
 if find_spec("transformers") is not None:
     FAMILIES += (Hf(),)

@@ -22,7 +22,7 @@ def _build(kind: Callable[..., nn.Module], **features: Any) -> nn.Module:
 
 class Backbones(TimmViT):
     title = "mctf `T2TViT`, `LVViT`"
-    known_as = "T2T-ViT, LV-ViT"
+    models = "T2T-ViT, LV-ViT"
     classes = ("T2TViT", "LVViT")
     builders: ClassVar[Mapping[str, Callable[..., nn.Module]]] = {
         "t2t_vit": partial(_build, T2TViT, token_dim=16),

@@ -1,6 +1,6 @@
-"""What a family of models gives to the tests: tiny models by name, and how to run them and look inside.
+"""Interface of a family of test models: tiny models by name, how to run them, and their parts.
 
-The defaults fit timm's models; a family overrides what is otherwise in its own.
+The defaults fit timm's models; a family overrides the others.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,20 +20,20 @@ CLASSES = 10
 class Family:
     """Tiny models that share one host.
 
-    title, known_as: the row of docs/models.md.
+    title, models: of its row in docs/models.md.
     classes: names of the model classes, to find the family of a model without importing its library.
     builders: name -> model with parameters as the library draws them; each takes the library's own options.
     chosen: the few names that slow tests run on.
     """
 
     title: ClassVar[str]
-    known_as: ClassVar[str]
+    models: ClassVar[str]
     classes: ClassVar[tuple[str, ...]]
     builders: ClassVar[Mapping[str, Callable[..., nn.Module]]]
     chosen: ClassVar[tuple[str, ...]]
     timm: ClassVar[bool] = True  # has forward_intermediates, set_grad_checkpointing and the like
 
-    def knows(self, model: nn.Module) -> bool:
+    def includes(self, model: nn.Module) -> bool:
         return any(cls.__name__ in self.classes for cls in type(model).__mro__)
 
     def container(self, model: Any) -> nn.Module:
@@ -56,7 +56,7 @@ class Family:
         return model.embed_dim
 
     def run(self, model: Any, images: Tensor) -> Tensor:
-        """What the model gives for images: logits or whatever its users read."""
+        """The output of the model for images: logits, or pooled features."""
         return model(images)
 
     def features(self, model: Any, images: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Family:
         raise NotImplementedError
 
     def finish(self, model: Any, tokens: Tensor) -> Tensor:
-        """`features` from the tokens that leave the last block."""
+        """`features` from the outputs of the last block."""
         return model.norm(tokens)
 
     def head(self, model: Any, features: Tensor) -> Tensor:
@@ -86,13 +86,13 @@ class Family:
     def through_blocks(self, model: Any, tokens: Tensor, *, equal: int) -> Tensor:
         """All blocks on given tokens, B N C -> B N C or B M C.
 
-        After the prefix tokens come runs of `equal` identical ones. A block that asks for positions is told that the
-        tokens of a run are at one position.
+        After the prefix tokens come runs of `equal` identical ones. In blocks that use positions, the tokens of a run
+        are at one position.
         """
         return self.container(model)(tokens)
 
     def uncounted(self, model: Any) -> int:
-        """Multiply-adds outside of embedding, blocks and head, which a plan leaves out and fvcore counts."""
+        """Multiply-adds outside of embedding, blocks and head, which a plan omits and fvcore counts."""
         return 0
 
     def checkpoint(self, model: Any, enable: bool) -> None:
@@ -103,7 +103,7 @@ class Family:
         """Factor on random weights: queries and keys twice as long, so that the attention is far from uniform."""
         return 2.0 if path.endswith(("qkv.weight", "q_proj.weight", "k_proj.weight")) else 1.0
 
-    def randomise(self, path: str, module: nn.Module, parameter: Tensor, generator: torch.Generator) -> None:
+    def randomize(self, path: str, module: nn.Module, parameter: Tensor, generator: torch.Generator) -> None:
         """A value of a size that matters: a LayerScale of 1e-5 or a class token of 0 would hide mistakes."""
         noise = torch.randn(parameter.shape, generator=generator)
         if path.endswith("bias"):
@@ -116,19 +116,19 @@ class Family:
             parameter.copy_(0.5 * noise)  # class token, registers, positions, latent queries
 
 
-def places_of_runs(tokens: int, equal: int, *, prefix: int) -> Tensor:
+def positions_of_runs(tokens: int, equal: int, *, prefix: int) -> Tensor:
     """A position for each token, the same for a run of `equal` neighbours after the prefix tokens: N."""
     return torch.cat([torch.arange(prefix), prefix + torch.arange(tokens - prefix) // equal])
 
 
 @contextmanager
-def asked_for(positions: Tensor, method: str, modules: list[nn.Module]) -> Iterator[None]:
-    """Within, modules that give a bias for every pair of positions (… N N) give that of tokens at these positions."""
+def biases_at(positions: Tensor, method: str, modules: list[nn.Module]) -> Iterator[None]:
+    """Within, modules that return a bias per pair of positions (… N N) return that of tokens at these positions."""
 
-    def at_places(every: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def at_positions(every: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return lambda: every()[..., positions, :][..., positions]
 
     with ExitStack() as replaced:
         for module in modules:
-            replaced.enter_context(patch.object(module, method, at_places(getattr(module, method))))
+            replaced.enter_context(patch.object(module, method, at_positions(getattr(module, method))))
         yield

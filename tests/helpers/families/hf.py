@@ -26,9 +26,9 @@ def build(
     """A model of this class; its config takes the features. masks: keep the token that stands for masked patches."""
     import transformers
 
-    made = getattr(transformers, config)(**{**SIZES, "num_hidden_layers": depth, **features})
-    made._attn_implementation = attention
-    model = getattr(transformers, kind)(made)
+    settings = getattr(transformers, config)(**{**SIZES, "num_hidden_layers": depth, **features})
+    settings._attn_implementation = attention
+    model = getattr(transformers, kind)(settings)
     if not masks:
         Hf.tower(model).embeddings.mask_token = None  # nothing reads it, so it would not learn
     for parameter in model.parameters():
@@ -42,7 +42,7 @@ def _classifier(kind: str, config: str, **features: Any) -> Callable[..., nn.Mod
 
 class Hf(Family):
     title = "Hugging Face transformers"
-    known_as = "ViT, DeiT, BEiT, DINOv2 with and without registers, DINOv3, CLIP, SigLIP, ViTMAE"
+    models = "ViT, DeiT, BEiT, DINOv2 with and without registers, DINOv3, CLIP, SigLIP, ViTMAE"
     classes = ("PreTrainedModel",)
     builders: ClassVar[Mapping[str, Callable[..., nn.Module]]] = {
         "hf_vit": _classifier("ViTForImageClassification", "ViTConfig", **MLP),
@@ -125,7 +125,7 @@ class Hf(Family):
 
     def finish(self, model: Any, tokens: Tensor) -> Tensor:
         tower = self.tower(model)
-        if hasattr(tower, "pre_layrnorm"):  # CLIP normalises the class token only
+        if hasattr(tower, "pre_layrnorm"):  # CLIP normalizes the class token only
             return tokens
         return next(getattr(tower, name) for name in NORMS if hasattr(tower, name))(tokens)
 
@@ -169,7 +169,7 @@ class Hf(Family):
         return tokens
 
     def layer_arguments(self, model: Any, tokens: Tensor, equal: int) -> dict[str, Any]:
-        """What a layer is told beside 48 patches in runs of equal ones; BEiT's tables answer for these patches."""
+        """Arguments of a layer for 48 patches in runs of equal ones; BEiT's tables are those of these patches."""
         kind = type(next(self.container(model).children()))
         names = list(inspect.signature(kind.forward).parameters.values())[2:]
         given = {each.name: None for each in names if each.default is each.empty and each.kind is not each.VAR_KEYWORD}

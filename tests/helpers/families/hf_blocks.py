@@ -1,6 +1,6 @@
 """The layers of transformers for the slow reference, on their own modules.
 
-Axes: H heads, N tokens, P positions of the input, d channels a head.
+Axes: H heads, N tokens, P positions of the input, d channels per head.
 """
 
 from typing import Any
@@ -64,9 +64,9 @@ class Rotary(Layer):
 
     def queries_keys(self, read: Tensor, cover: Cover) -> tuple[Tensor, Tensor]:
         q, k = super().queries_keys(read, cover)
-        return self.turned(q, cover), self.turned(k, cover)
+        return self.rotated(q, cover), self.rotated(k, cover)
 
-    def turned(self, x: Tensor, cover: Cover) -> Tensor:
+    def rotated(self, x: Tensor, cover: Cover) -> Tensor:
         """Channels c and c + d/2 of a head are a pair: (a, b) -> (a cos - b sin, b cos + a sin)."""
         cos, sin = mean_rows(self.cos, cover), mean_rows(self.sin, cover)
         half = x.shape[2] // 2

@@ -23,7 +23,7 @@ def build(**features: Any) -> Any:
 
 class Own(Family):
     title = "your own: [a worked example](adding_a_host.md)"
-    known_as = "a ViT of 60 lines that is in no library"
+    models = "a ViT of 60 lines that is in no library"
     classes = ("OwnViT",)
     builders: ClassVar[Mapping[str, Callable[..., nn.Module]]] = {"own_vit": build}
     chosen = ("own_vit",)

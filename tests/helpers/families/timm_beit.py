@@ -8,7 +8,7 @@ import torch
 from timm.models.beit import Beit
 from torch import Tensor, nn
 
-from helpers.families.base import CLASSES, Family, asked_for, places_of_runs
+from helpers.families.base import CLASSES, Family, biases_at, positions_of_runs
 from helpers.families.timm_vit import SIZES
 from helpers.reference_blocks import Cover, Pieces, heads_of, mean_pairs, scaled
 
@@ -30,7 +30,7 @@ GLU = {"swiglu_mlp": True, "scale_mlp": True, "qkv_bias": False}
 
 class TimmBeit(Family):
     title = "timm `Beit`"
-    known_as = "BEiT, BEiT v2"
+    models = "BEiT, BEiT v2"
     classes = ("Beit",)
     builders: ClassVar[Mapping[str, Callable[..., nn.Module]]] = {
         "beit": partial(_beit, use_rel_pos_bias=True, use_abs_pos_emb=False, img_size=72),
@@ -49,10 +49,10 @@ class TimmBeit(Family):
         return [PreNorm(block, shared) for block in model.blocks]
 
     def through_blocks(self, model: Beit, tokens: Tensor, *, equal: int) -> Tensor:
-        positions = places_of_runs(tokens.shape[1], equal, prefix=1)
+        positions = positions_of_runs(tokens.shape[1], equal, prefix=1)
         own = [block.attn for block in model.blocks if block.attn.relative_position_bias_table is not None]
         shared = None if model.rel_pos_bias is None else model.rel_pos_bias()[:, positions][..., positions]
-        with asked_for(positions, "_get_rel_pos_bias", own):
+        with biases_at(positions, "_get_rel_pos_bias", own):
             for block in model.blocks:
                 tokens = block(tokens, shared_rel_pos_bias=shared)
         return tokens

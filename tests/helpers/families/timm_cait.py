@@ -19,7 +19,7 @@ def _cait(**features: Any) -> Cait:
 
 class TimmCait(Family):
     title = "timm `Cait`"
-    known_as = "CaiT"
+    models = "CaiT"
     classes = ("Cait",)
     builders: ClassVar[Mapping[str, Callable[..., nn.Module]]] = {
         "cait": _cait,
@@ -42,9 +42,9 @@ class TimmCait(Family):
     def pieces(self, model: Cait) -> list[Pieces]:
         return [PreNorm(block) for block in model.blocks]
 
-    def randomise(self, path: str, module: nn.Module, parameter: Tensor, generator: torch.Generator) -> None:
-        super().randomise(path, module, parameter, generator)
-        if path.endswith(("proj_l.weight", "proj_w.weight")):  # heads still tell apart what they attend to
+    def randomize(self, path: str, module: nn.Module, parameter: Tensor, generator: torch.Generator) -> None:
+        super().randomize(path, module, parameter, generator)
+        if path.endswith(("proj_l.weight", "proj_w.weight")):  # heads still differ
             parameter.copy_(torch.eye(len(parameter)) + 0.3 * parameter)
         if path.endswith("proj_w.bias"):  # beside attention weights of 1/64
             parameter.mul_(0.05)

@@ -64,7 +64,7 @@ SHARED_KEYS = {name: value for name, value in NEWER.items() if name in inspect.s
 
 class TimmEva(Family):
     title = "timm `Eva`"
-    known_as = "EVA, EVA-02, DINOv3, Perception Encoder, RoPE-ViT, Sapiens 2"
+    models = "EVA, EVA-02, DINOv3, Perception Encoder, RoPE-ViT, Sapiens 2"
     classes = ("Eva",)
     builders: ClassVar[Mapping[str, Callable[..., nn.Module]]] = {
         "eva02": partial(_eva, qkv_fused=False, swiglu_mlp=True, scale_mlp=True, global_pool="token", img_size=72),
@@ -96,7 +96,7 @@ class TimmEva(Family):
 
 
 def dynamic_shape(model: Eva) -> list[tuple[int, int]]:
-    """What the rotary tables of a model for images of any size must be told."""
+    """Arguments of the rotary tables in a model for images of any size."""
     return [model.patch_embed.grid_size] if model.dynamic_img_size else []
 
 
@@ -119,7 +119,7 @@ class PreNorm(Pieces):
 
     def queries_keys(self, read: Tensor, cover: Cover) -> tuple[Tensor, Tensor]:
         q, k, _ = self.qkv(read)
-        return self.turned(self.attn.q_norm(q), cover), self.turned(self.attn.k_norm(k), cover)
+        return self.rotated(self.attn.q_norm(q), cover), self.rotated(self.attn.k_norm(k), cover)
 
     def values(self, read: Tensor) -> Tensor:
         return self.qkv(read)[2]
@@ -136,12 +136,12 @@ class PreNorm(Pieces):
         heads = [heads_of(part, part.shape[1] // size) for part in flat]
         return [part.repeat_interleave(attn.num_heads // len(part), dim=0) for part in heads]
 
-    def turned(self, x: Tensor, cover: Cover) -> Tensor:
+    def rotated(self, x: Tensor, cover: Cover) -> Tensor:
         """Channels a and b of each pair (x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin); H N d."""
         if self.table is None:
             return x
         sin, cos = self.table.chunk(2, dim=-1)
-        prefix = (self.attn.num_prefix_tokens, sin.shape[-1])  # not turned: an angle of 0
+        prefix = (self.attn.num_prefix_tokens, sin.shape[-1])  # not rotated: an angle of 0
         front = [*sin.shape[:-2], *prefix]
         sin = mean_rows(torch.cat([sin.new_zeros(front), sin], dim=-2), cover)
         cos = mean_rows(torch.cat([cos.new_ones(front), cos], dim=-2), cover)

@@ -20,7 +20,7 @@ def _naflex(**features: Any) -> NaFlexVit:
 
 class TimmNaFlex(Family):
     title = "timm `NaFlexVit`"
-    known_as = "NaFlexViT, SigLIP 2 NaFlex"
+    models = "NaFlexViT, SigLIP 2 NaFlex"
     classes = ("NaFlexVit",)
     builders: ClassVar[Mapping[str, Callable[..., nn.Module]]] = {
         "naflex": partial(_naflex, class_token=True, reg_tokens=1, global_pool="token", init_values=1.0),

@@ -9,7 +9,7 @@ from timm.models.vision_transformer_relpos import ResPostRelPosBlock, VisionTran
 from torch import Tensor, nn
 
 from helpers.families import timm_vit
-from helpers.families.base import CLASSES, Family, asked_for, places_of_runs
+from helpers.families.base import CLASSES, Family, biases_at, positions_of_runs
 from helpers.reference_blocks import Cover, Pieces, mean_pairs
 
 
@@ -18,7 +18,7 @@ def _relpos(**features: Any) -> VisionTransformerRelPos:
 
 
 def _without_dropout(**features: Any) -> VisionTransformerRelPos:
-    """timm's MLP of positions drops values in training whatever the model is told."""
+    """timm's MLP of positions drops values in training whatever the options of the model."""
     model = _relpos(shared_rel_pos=True, rel_pos_dim=8, **features)
     model.shared_rel_pos.mlp.drop1.p = 0.0
     return model
@@ -26,7 +26,7 @@ def _without_dropout(**features: Any) -> VisionTransformerRelPos:
 
 class TimmRelPos(Family):
     title = "timm `VisionTransformerRelPos`"
-    known_as = "ViTs with relative positions"
+    models = "ViTs with relative positions"
     classes = ("VisionTransformerRelPos",)
     builders: ClassVar[Mapping[str, Callable[..., nn.Module]]] = {
         "relpos": partial(_relpos, rel_pos_type="bias", class_token=True, global_pool="token", qk_norm=True),
@@ -44,9 +44,9 @@ class TimmRelPos(Family):
         return [kind(block, (shared or block.attn.rel_pos).get_bias()[0]) for block in model.blocks]
 
     def through_blocks(self, model: VisionTransformerRelPos, tokens: Tensor, *, equal: int) -> Tensor:
-        positions = places_of_runs(tokens.shape[1], equal, prefix=model.num_prefix_tokens)
+        positions = positions_of_runs(tokens.shape[1], equal, prefix=model.num_prefix_tokens)
         makers = [model.shared_rel_pos, *(block.attn.rel_pos for block in model.blocks.children())]
-        with asked_for(positions, "get_bias", [maker for maker in makers if maker is not None]):
+        with biases_at(positions, "get_bias", [maker for maker in makers if maker is not None]):
             shared = None if model.shared_rel_pos is None else model.shared_rel_pos.get_bias()
             for block in model.blocks:
                 tokens = block(tokens, shared_rel_pos=shared)

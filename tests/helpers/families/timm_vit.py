@@ -42,7 +42,7 @@ def _vitamin(**features: Any) -> VisionTransformer:
 
 class TimmViT(Family):
     title = "timm `VisionTransformer`"
-    known_as = "ViT, DeiT, DeiT-III, DINO, DINOv2, CLIP, SigLIP (2), MAE, BEiT v3, FlexiViT, AIMv2, ViTamin"
+    models = "ViT, DeiT, DeiT-III, DINO, DINOv2, CLIP, SigLIP (2), MAE, BEiT v3, FlexiViT, AIMv2, ViTamin"
     classes = ("VisionTransformer",)
     builders: ClassVar[Mapping[str, Callable[..., nn.Module]]] = {
         "plain": _vit,
