@@ -52,9 +52,9 @@ def assert_as_near_as_pytorch(tensors, out_grad, *, floor=None, **options):
 
 
 MODES = ["sizes", "unpool", "sizes and unpool"]
-# every pair of shape and mode that differs in a kernel, and every pair of dtype and mode
+# every shape in every dtype, every mode in every dtype
 PAIRS = [(shape, MODES[(i + j) % 3], dtype) for i, shape in enumerate(SHAPES) for j, dtype in enumerate(FLOATS)]
-PAIRS += [(SHAPES[1], "sizes", torch.float16), (SHAPES[4], "sizes and unpool", torch.float16)]
+PAIRS += [(SHAPES[1], "sizes", torch.float16), (SHAPES[4], "sizes", torch.float32)]
 
 
 @pytest.mark.parametrize(("shape", "mode", "dtype"), PAIRS, ids=str)
@@ -92,8 +92,8 @@ def test_attention_received_and_gradients_come_from_one_launch(tokens, device):
     assert torch.equal(context, expected[0])
     assert torch.equal(received, expected[1])
     assert not received.requires_grad
-    for found, true in zip(torch.autograd.grad(context, leaves, out_grad), expected_gradients, strict=True):
-        assert distance(found, true) < 1e-5
+    for actual, true in zip(torch.autograd.grad(context, leaves, out_grad), expected_gradients, strict=True):
+        assert distance(actual, true) < 1e-5
 
 
 def test_gradients_of_a_single_token(device):
@@ -114,9 +114,17 @@ def test_logits_far_below_zero(device):
     assert_as_near_as_pytorch((q, k, v), out_grad, floor=14_400 * 2**-24, sizes=sizes, scale=1.0)
 
 
-@pytest.mark.parametrize("tokens", [40, 300], ids=["short", "long"])
-@pytest.mark.parametrize("dead", ["first key", "middle key", "first tile"])
-@pytest.mark.parametrize(("gap", "dtype"), [(18.0, torch.float16), (200.0, torch.float32)], ids=["float16", "float32"])
+@pytest.mark.parametrize(
+    ("tokens", "dead", "gap", "dtype"),
+    [
+        (40, "first key", 18.0, torch.float16),
+        (40, "first key", 200.0, torch.float32),
+        (40, "middle key", 18.0, torch.float16),
+        (40, "first tile", 200.0, torch.float32),
+        (300, "first key", 200.0, torch.float32),
+        (300, "first tile", 18.0, torch.float16),
+    ],
+)
 def test_keys_of_size_0_have_no_gradient_however_large_their_logits(tokens, dead, gap, dtype, device):
     dead = {"first key": [0], "middle key": [7], "first tile": list(range(min(130, tokens - 5)))}[dead]
     q, k, v, sizes = inputs(1, 1, tokens, 16, dtype=dtype, device=device)
@@ -173,8 +181,8 @@ def test_sums_over_slots(device):
     assignment = fusion(2, 50, device)
     for dtype in FLOATS:
         x = torch.randn(2, 50, 24, device=device).to(dtype)
-        found = pooling_ops.segment_sum(x, *assignment.members())
-        torch.testing.assert_close(found, assignment.sum(x.double()).to(dtype))
+        actual = pooling_ops.segment_sum(x, *assignment.members())
+        torch.testing.assert_close(actual, assignment.sum(x.double()).to(dtype))
 
 
 def test_operators_pass_opcheck(device):
@@ -208,10 +216,10 @@ def test_gradients_of_a_whole_model(method, device):
     model = timm.create_model("test_vit", num_classes=10, depth=2, img_size=96).to(device)
     images = torch.randn(1, 3, 96, 96, device=device)
     mctf.fuse(model, method, r=8)
-    found = model_gradients(model, images)
+    actual = model_gradients(model, images)
     with disable_kernels():
         expected = model_gradients(model, images)
-    assert {name: distance(found[name], expected[name]) < 1e-4 for name in found} == dict.fromkeys(found, True)
+    assert {name: distance(actual[name], expected[name]) < 1e-4 for name in actual} == dict.fromkeys(actual, True)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels cannot be compiled")

@@ -96,21 +96,23 @@ DEAD = {
 
 @pytest.mark.parametrize("tokens", [150, 300], ids=["short", "long"])
 @pytest.mark.parametrize("dead", DEAD)
-@pytest.mark.parametrize(("gap", "dtype"), [(18.0, torch.float16), (110.0, torch.float32)], ids=["float16", "float32"])
-def test_keys_of_size_0_are_absent_however_large_their_logits(tokens, dead, gap, dtype, device):
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_keys_of_size_0_are_absent_however_large_their_logits(tokens, dead, dtype, device):
     dead = DEAD[dead](tokens)
+    gap = 18.0 if dtype == torch.float16 else 110.0  # nats beyond which the exponential underflows
     q, k, v, sizes = with_dead_keys(tokens, dead, gap, dtype, device)
     context, received = kernels.attend_with_received(q, k, v, sizes=sizes, scale=1.0, rows="mean")
     live = [key for key in range(tokens) if key not in dead]
     exact = attention.attend(
         q.double(), k.double()[:, :, live], v.double()[:, :, live], sizes=sizes.double()[:, live], scale=1.0
     )
-    torch.testing.assert_close(context.double(), exact, rtol=2e-3, atol=2e-4)
+    coarse = 10 if dtype == torch.bfloat16 else 1
+    torch.testing.assert_close(context.double(), exact, rtol=2e-3 * coarse, atol=2e-4 * coarse)
     assert (received[0, :, dead] == 0).all()
-    torch.testing.assert_close(received.sum(), torch.tensor(1.0, device=device), rtol=1e-3, atol=0)
+    torch.testing.assert_close(received.sum(), torch.tensor(1.0, device=device), rtol=1e-3 * coarse, atol=0)
 
 
-@pytest.mark.parametrize("tokens", [40, 300], ids=["short", "long"])
+@pytest.mark.parametrize("tokens", [40, 257], ids=["short", "long"])
 def test_an_image_without_live_keys_gives_0(tokens, device):
     """As the context of `core.attention.attend`; the attention received is 0 as well."""
     q, k, v, _ = inputs(2, 1, tokens, 16, dtype=torch.float32, device=device)

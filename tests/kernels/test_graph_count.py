@@ -61,7 +61,8 @@ def train(method: str, steps: tuple[int, ...]) -> tuple[Graphs, list[int]]:
     return graphs, seen
 
 
-@pytest.mark.parametrize("method", ["mctf", "mctf_exact", pytest.param("tome", marks=pytest.mark.slow), "evit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", KERNELS)
 def test_a_handful_of_graphs_serves_all_r(method: str) -> None:
     graphs, seen = train(method, LIGHTER)
     assert 1 < graphs.forward == graphs.backward <= HANDFUL

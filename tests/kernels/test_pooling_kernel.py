@@ -18,14 +18,14 @@ def few_slots(request, monkeypatch):
 @pytest.fixture
 def fusion(device, few_slots):
     generator = torch.Generator().manual_seed(3)
-    slots = torch.stack([(torch.randperm(50, generator=generator) % 31) for _ in range(2)])
+    slots = torch.stack([(torch.randperm(24, generator=generator) % 15) for _ in range(2)])
     slots[0, slots[0] == 4] = 5  # one slot with many tokens …
     slots[0, 0] = 4  # … and none without
-    x = torch.randn(2, 50, 24, generator=generator)
-    y = torch.randn(2, 50, 40, generator=generator)
-    weights = torch.rand(2, 50, generator=generator) + 0.1
-    sizes = torch.randint(1, 5, (2, 50), generator=generator).float()
-    return (Assignment(slots.to(device), 31), *(tensor.to(device) for tensor in (x, y, weights, sizes)))
+    x = torch.randn(2, 24, 24, generator=generator)
+    y = torch.randn(2, 24, 40, generator=generator)
+    weights = torch.rand(2, 24, generator=generator) + 0.1
+    sizes = torch.randint(1, 5, (2, 24), generator=generator).float()
+    return (Assignment(slots.to(device), 15), *(tensor.to(device) for tensor in (x, y, weights, sizes)))
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +105,10 @@ def test_a_slot_whose_weights_sum_to_0_is_0_and_passes_no_gradient(device, few_s
     torch.testing.assert_close(x.grad, expected[None, :, None].expand(1, 4, 5))
 
 
-@pytest.mark.parametrize("by_size", [True, False])
-@pytest.mark.parametrize("given", ["weights and sizes", "weights", "sizes"])
+@pytest.mark.parametrize(
+    ("given", "by_size"),
+    [("weights and sizes", True), ("weights and sizes", False), ("weights", False), ("sizes", True)],
+)
 def test_gradients(fusion, given, by_size):
     assignment, x, y, weights, sizes = fusion
     weights, sizes = (weights if "weights" in given else None, sizes if "sizes" in given else None)
@@ -115,7 +117,7 @@ def test_gradients(fusion, given, by_size):
     x_mean, y_mean, _ = kernels.merge(
         actual[0], assignment, weights=weights, sizes=sizes, by_size=by_size, also=actual[1]
     )
-    ones = torch.ones(2, 50, device=x.device)
+    ones = torch.ones(2, 24, device=x.device)
     joint = joint_weights(weights, ones if sizes is None else sizes, by_size)
     (x_mean.sin().sum() + y_mean.cos().sum()).backward()
     (assignment.pool(expected[0], joint).sin().sum() + assignment.pool(expected[1], joint).cos().sum()).backward()

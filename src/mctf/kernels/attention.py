@@ -70,8 +70,8 @@ def attention(
 
     received[b, h, j] = sum over rows i of A[b, h, i, j] * (row_weight / N + first_row_weight * [i == 0]) / H;
     empty unless `with_received`.
-    lse[b, h, i] = log2 of the sum over keys j of exp(logit[b, h, i, j]) * size[b, j]; the gradients need it, `train`
-    asks for it.
+    lse[b, h, i] = log2 of the sum over keys j of exp(logit[b, h, i, j]) * size[b, j]; the gradients need it; it
+    may be empty unless `train`.
 
     q, k: B H N D; v: B H N D; scale is positive. sizes (B N): a key of size 0 is absent; where all keys of an image
     are, its outputs are 0.

@@ -44,7 +44,7 @@ def pool(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weighted means of x and y (B M C; empty without y), by `joint_weights`, and sums of sizes (B M).
 
-    Last the sums of weights (B M), which the gradients need: empty unless `train` asks for them. A slot whose weights
+    Last the sums of weights (B M), which the gradients need: empty unless `train`. A slot whose weights
     sum to 0, or without members, has the mean 0.
 
     x, y: B N C; weights, sizes: B N; slots, order: B N and start: B M+1, of an `Assignment`.
