@@ -29,7 +29,7 @@ def pretend_gpu(patch: pytest.MonkeyPatch) -> None:
 
     # reset_active, which undoes set_active, wants a real GPU
     patch.setattr(driver, "_active", PretendedDriver())
-    patch.setattr(kernels, "fast", lambda x: x.dtype in kernels._DTYPES)
+    patch.setattr(kernels, "use_kernels", lambda x: x.dtype in kernels._DTYPES)
 
 
 class Graphs:

@@ -31,7 +31,7 @@ from ..core.schedule import ReductionSpec
 from ..errors import MctfError, did_you_mean
 from ..hosts import find_host
 from ..hosts.patch_embed import MatmulPatchEmbed
-from ..kernels import plain_operations
+from ..kernels import disable_kernels
 from ..methods import make_method
 from ..models.loading import copy_sharing_weights
 from ..planning import plan
@@ -250,7 +250,7 @@ def check(model: nn.Module, images: Tensor, name: str, *, run: Callable[[Tensor]
     run: the compiled model, so that the timed code is the checked code, and no kernel is built for the check alone.
     """
     reference = copy.deepcopy(model).float()
-    with plain_operations():
+    with disable_kernels():
         expected = reference(images[:_CHECKED_IMAGES].float())
     output = model(images[:_CHECKED_IMAGES]) if run is None else run(images)[:_CHECKED_IMAGES]
     error = ((output.float() - expected).norm(dim=1) / expected.norm(dim=1)).median().item()

@@ -1,52 +1,49 @@
-"""The operations that cost time, each with a plain PyTorch meaning (in `core`) and a fast twin in Triton.
+"""The operations that cost time: attention, attention received, matching and merging.
 
-Methods call these; which twin runs is decided here, by device, dtype and shape. The twins compute the same, only
-faster: they serve CUDA tensors wherever Triton is installed, and the plain versions serve everything else. Set the
-environment variable MCTF_KERNELS=0 to do without them.
+Each has a plain PyTorch version in `core` and a Triton version here; both compute the same. This module is the only
+dispatcher: by device, dtype and shape it calls the Triton version for CUDA tensors where Triton is installed, and the
+plain version otherwise. The environment variable MCTF_KERNELS=0, or `disable_kernels()`, switches the kernels off.
+
+Axes: B images, H heads, N tokens, M slots, C channels, d channels per head, G partial sums.
 """
+
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from ..core import attention, matching
+from ..core import attention as core_attention
+from ..core import matching as core_matching
 from ..core.assignment import Assignment, joint_weights
 from ..core.attention import ReceivedAttention
 from . import attention as attention_ops
 from . import launch
 from . import matching as matching_ops
 from . import pooling as pooling_ops
-from .launch import plain_operations
+from .launch import disable_kernels
 
-__all__ = [
-    "attend",
-    "attend_with_received",
-    "attention_received",
-    "fuse_both",
-    "fuse_tokens",
-    "match",
-    "plain_operations",
-    "pool",
-]
+__all__ = ["attend", "attend_with_received", "attention_received", "disable_kernels", "match", "merge"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-
-def fast(x: Tensor) -> bool:
-    """Whether the Triton twins can serve this tensor."""
-    return launch.wanted and (x.is_cuda or launch.INTERPRETED) and x.dtype in _DTYPES
-
-
-def _fast_attention(q: Tensor, v: Tensor | None = None, *, dropout: float = 0.0, bias: Tensor | None = None) -> bool:
-    alike = v is None or v.dtype == q.dtype  # not so where autocast leaves normalised queries in float32
-    return fast(q) and alike and dropout == 0 and bias is None and attention_ops.fits(q)
-
-
-def _training(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-# Weight of the mean over all attention rows, and of the first row, in informativeness.
+# `rows` of informativeness -> weights of the mean over all attention rows and of the first row.
 _ROW_WEIGHTS = {"mean": (1.0, 0.0), "class": (0.0, 1.0), "both": (0.5, 0.5)}
+
+
+def use_kernels(x: Tensor) -> bool:
+    """Whether the Triton versions serve this tensor."""
+    return launch.enabled and (x.is_cuda or launch.INTERPRETED) and x.dtype in _DTYPES
+
+
+def _use_attention_kernels(
+    q: Tensor, v: Tensor | None = None, *, dropout: float = 0.0, bias: Tensor | None = None
+) -> bool:
+    same_dtype = v is None or v.dtype == q.dtype  # autocast leaves normalized queries in float32
+    return use_kernels(q) and same_dtype and dropout == 0 and bias is None and attention_ops.fits(q)
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def attend(
@@ -61,13 +58,16 @@ def attend(
     unpool: Assignment | None = None,
     received: ReceivedAttention | None = None,
 ) -> Tensor:
-    """Proportional attention with joined heads, B N (H d); see `core.attention.attend`."""
-    if _fast_attention(q, v, dropout=dropout, bias=bias) and (sizes is not None or unpool is not None):
-        train = _training(q, k, v)
+    """Proportional attention with joined heads: q, k, v B H N d, sizes B N -> B N (H d); see `core.attention.attend`.
+
+    Plain attention, without sizes and `unpool`, is left to PyTorch.
+    """
+    if _use_attention_kernels(q, v, dropout=dropout, bias=bias) and (sizes is not None or unpool is not None):
+        train = _needs_grad(q, k, v)
         slots = None if unpool is None else unpool.slots
         members = unpool.members() if train and unpool is not None else (None, None)
         return attention_ops.attention(q, k, v, sizes, slots, *members, scale, 0.0, 0.0, False, train)[0]
-    return attention.attend(
+    return core_attention.attend(
         q, k, v, sizes=sizes, scale=scale, dropout=dropout, bias=bias, unpool=unpool, received=received
     )
 
@@ -82,13 +82,13 @@ def attention_received(
     bias: Tensor | None = None,
     keep: bool = False,
 ) -> ReceivedAttention:
-    """Attention each token receives; see `core.attention.attention_received`."""
-    if _fast_attention(q, bias=bias):
+    """Attention each token receives, in partial sums B G N; see `core.attention.attention_received`."""
+    if _use_attention_kernels(q, bias=bias):
         weights = _ROW_WEIGHTS[rows]
         with torch.no_grad():
             outputs = attention_ops.attention(q, k, None, sizes, None, None, None, scale, *weights, True, False)
         return ReceivedAttention(outputs[1])
-    return attention.attention_received(q, k, sizes=sizes, scale=scale, rows=rows, bias=bias, keep=keep)
+    return core_attention.attention_received(q, k, sizes=sizes, scale=scale, rows=rows, bias=bias, keep=keep)
 
 
 def attend_with_received(
@@ -103,14 +103,14 @@ def attend_with_received(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Both of the above from one pass: context B N (H d), and attention received in partial sums, B G N."""
-    if _fast_attention(q, v, dropout=dropout, bias=bias):
+    if _use_attention_kernels(q, v, dropout=dropout, bias=bias):
         weights = _ROW_WEIGHTS[rows]
-        train = _training(q, k, v)
+        train = _needs_grad(q, k, v)
         return attention_ops.attention(q, k, v, sizes, None, None, None, scale, *weights, True, train)[:2]
-    if fast(q) and bias is None:
+    if use_kernels(q) and bias is None:
         context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout)
         return context, attention_received(q, k, sizes=sizes, scale=scale, rows=rows).partial
-    context, received = attention.attend_with_received(
+    context, received = core_attention.attend_with_received(
         q, k, v, sizes=sizes, scale=scale, rows=rows, dropout=dropout, bias=bias
     )
     return context, received[:, None]
@@ -121,69 +121,69 @@ def match(
     x: Tensor,
     received: Tensor,
     sizes: Tensor | None,
-    taus: matching.Criteria,
+    criteria: core_matching.Criteria,
     *,
     r: int,
     protected: int,
     bidirectional: bool,
 ) -> tuple[Assignment, Tensor]:
-    """Which tokens become one, by the criteria, and their informativeness: the sum of `received` (B G N), B N, above 0.
+    """The assignment of N tokens (x: B N C, sizes: B N) to N - r slots by the criteria; see `core.matching`.
 
-    See `core.matching.pair_scores` and `core.matching`.
+    Also the informativeness of each token, B N, above 0: the sum of `received` (B G N) over G.
     """
-    if fast(x) and matching_ops.fits(x.shape[1], protected):
-        temperatures = (float(taus.tau_sim), float(taus.tau_info), float(taus.tau_size))
-        slots, order, start, a = matching_ops.match(x, received, sizes, r, protected, *temperatures, bidirectional)
+    if use_kernels(x) and matching_ops.fits(x.shape[1], protected):
+        taus = (float(criteria.tau_sim), float(criteria.tau_info), float(criteria.tau_size))
+        slots, order, start, a = matching_ops.match(x, received, sizes, r, protected, *taus, bidirectional)
         return Assignment(slots, x.shape[1] - r, order, start), a
-    a = matching.total_received(received)
-    scores = matching.pair_scores(x, a, sizes, taus, protected=protected)
-    by = matching.match_bidirectional if bidirectional else matching.match_one_way
+    a = core_matching.total_received(received)
+    scores = core_matching.pair_scores(x, a, sizes, criteria, protected=protected)
+    by = core_matching.match_bidirectional if bidirectional else core_matching.match_one_way
     return by(scores, r, protected=protected), a
 
 
-def pool(x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
-    """Weighted mean over each slot, B N C -> B M C; see `Assignment.pool`."""
-    if fast(x):
-        return _pool(x, None, weights, None, assignment, by_size=False)[0]
-    return assignment.pool(x, weights)
+@overload
+def merge(
+    x: Tensor,
+    assignment: Assignment,
+    *,
+    weights: Tensor | None = None,
+    sizes: Tensor | None = None,
+    by_size: bool = False,
+    also: None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def merge(
+    x: Tensor,
+    assignment: Assignment,
+    *,
+    weights: Tensor | None = None,
+    sizes: Tensor | None = None,
+    by_size: bool = False,
+    also: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+def merge(
+    x: Tensor,
+    assignment: Assignment,
+    *,
+    weights: Tensor | None = None,
+    sizes: Tensor | None = None,
+    by_size: bool = False,
+    also: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """Merge the tokens of each slot: their weighted mean, B N C -> B M C, and the sum of their sizes, B M.
 
-
-def fuse_tokens(
-    x: Tensor, weights: Tensor | None, sizes: Tensor | None, assignment: Assignment, *, by_size: bool
-) -> tuple[Tensor, Tensor]:
-    """The tokens of each slot become one: their mean, B M C, and their sizes added up, B M.
-
-    A token counts by its weight and, `by_size`, as often as it stands for others. Without weights or sizes all are 1.
+    weights: B N, non-negative, without gradient; None means 1.
+    sizes: B N, the number of tokens that each token stands for; None means 1.
+    by_size: a token's weight is multiplied by its size.
+    also: B N C', merged by the same weights; its mean is returned between those of x and the sizes.
     """
-    if fast(x):
-        x, _, totals = _pool(x, None, weights, sizes, assignment, by_size=by_size)
-        return x, totals
-    joint, counts = _plain_weights(weights, sizes, x, by_size)
-    return assignment.pool(x, joint), assignment.total(counts)
-
-
-def fuse_both(
-    x: Tensor, y: Tensor, weights: Tensor | None, sizes: Tensor | None, assignment: Assignment, *, by_size: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`fuse_tokens` of two tensors alike: their means and the sizes of the slots."""
-    if fast(x) and fast(y):
-        return _pool(x, y, weights, sizes, assignment, by_size=by_size)
-    joint, counts = _plain_weights(weights, sizes, x, by_size)
-    return assignment.pool(x, joint), assignment.pool(y, joint), assignment.total(counts)
-
-
-def _pool(
-    x: Tensor, y: Tensor | None, weights: Tensor | None, sizes: Tensor | None, assignment: Assignment, *, by_size: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """By the kernel: means of x and of y, if given, and the sizes of the slots."""
-    train = _training(x) if y is None else _training(x, y)
-    x_mean, y_mean, totals, _ = pooling_ops.pool(
-        x, y, weights, sizes, by_size, assignment.slots, *assignment.members(), train
-    )
-    return x_mean, y_mean, totals
-
-
-def _plain_weights(weights: Tensor | None, sizes: Tensor | None, x: Tensor, by_size: bool) -> tuple[Tensor, Tensor]:
-    """How much each token of x counts in its slot, and how many it stands for: both B N."""
-    counts = matching.at_least_float32(torch.ones_like(x[..., 0])) if sizes is None else sizes
-    return joint_weights(weights, counts, by_size), counts
+    if use_kernels(x) and (also is None or use_kernels(also)):
+        train = _needs_grad(x) if also is None else _needs_grad(x, also)
+        x_mean, also_mean, totals, _ = pooling_ops.pool(
+            x, also, weights, sizes, by_size, assignment.slots, *assignment.members(), train
+        )
+        return (x_mean, totals) if also is None else (x_mean, also_mean, totals)
+    counts = core_matching.at_least_float32(torch.ones_like(x[..., 0])) if sizes is None else sizes
+    joint = joint_weights(weights, counts, by_size)
+    x_mean, totals = assignment.pool(x, joint), assignment.total(counts)
+    return (x_mean, totals) if also is None else (x_mean, assignment.pool(also, joint), totals)

@@ -1,26 +1,54 @@
-"""Attention and informativeness on the GPU: the `mctf::attention` operator and when it is used.
+"""Attention on the GPU: the operators `mctf::attention` and `mctf::attention_backward`.
 
-Its plain meaning is `core.attention.attend` and `core.attention.informativeness`; the kernels are in
-`attention_triton`. Short sequences take one launch for both results, long ones two.
+`mctf::attention` computes `core.attention.attend` and `core.attention.informativeness`; `mctf::attention_backward`
+computes what autograd derives from `attend`. The kernels are in `triton/attention.py`. Short sequences take one launch
+for context and attention received, long ones two.
 
-Axes: B images, H heads, N tokens, M slots, D channels a head.
+Axes: B images, H heads, N tokens, M slots, D channels per head.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import MctfError
 from . import pooling
-from .launch import INTERPRETED, channels_last, launchable, varies, widths
+from .launch import INTERPRETED, ceil_div, contiguous_channels, is_symbolic, launchable, next_power_of_2
 
-_LONGEST_IN_ONE_PASS = 256  # tokens whose logits fit a program's registers
-_FEW_HEADS = 64  # over a batch: fewer would leave most of a GPU idle with one program each
-_BUSY = 264  # programs that keep a large GPU busy: two for each of 132 multiprocessors
-_SMALL_SHARED = 99 << 10  # bytes of shared memory every supported GPU gives a program
 _LOG2_E = math.log2(math.e)
+_BASE_SHARED_MEMORY = 99 << 10  # bytes of shared memory that every supported GPU gives a program
+
+# Which kernel: the short one needs few tokens and many heads.
+MAX_SHORT_TOKENS = 256  # tokens whose logits fit a program's registers
+MIN_SHORT_HEADS = 64  # heads of all images together: fewer, one program each, would leave most of a GPU idle
+
+
+class Tile(NamedTuple):
+    """Query rows and keys of a tile, and the number of loads in flight. All kernels run with 4 warps."""
+
+    rows: int
+    keys: int
+    stages: int
+
+
+# Tiles of `long_attention_kernel`. On an H200 in bfloat16, 64 images of 577 tokens and 12 heads took 270 us with large
+# tiles and 326 us with small ones; one image took 9.6 us with small ones. Heads wider than 64 channels need more
+# registers per row and key.
+FILL_GPU = 264  # programs that keep a large GPU busy: two for each of 132 multiprocessors
+LARGE_TILE, LARGE_TILE_WIDE_HEADS = Tile(128, 64, 3), Tile(128, 64, 2)
+SMALL_TILE, SMALL_TILE_WIDE_HEADS = Tile(64, 128, 2), Tile(64, 64, 2)
+ANY_TILE = Tile(64, 64, 2)  # for float32, and where the number of tokens is a variable of the graph
+WIDE_HEAD = 64
+
+# Tiles of `long_received_kernel`.
+RECEIVED_TILE, RECEIVED_TILE_FLOAT32 = Tile(128, 64, 3), Tile(64, 64, 2)
+
+# Tiles of the backward kernels: tokens a program holds, tokens it loops over at a time, loads in flight. The fastest
+# of 21 shapes on an H200 in bfloat16 with 197 and 101 tokens. Up to 64 channels per head hardly a register is spilled,
+# and the shared memory of every supported GPU suffices.
+BACKWARD_TILE, BACKWARD_TILE_FLOAT32, BACKWARD_TILE_FLOAT32_WIDE_HEADS = (64, 32, 2), (64, 32, 1), (32, 32, 1)
 
 
 @torch.library.triton_op("mctf::attention", mutates_args=())
@@ -35,192 +63,130 @@ def attention(
     scale: float,
     row_weight: float,
     first_row_weight: float,
-    look: bool,
+    with_received: bool,
     train: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Context (B N H*D; empty without v), received attention and normaliser (B H N, float32).
+    """Context (B N H*D; empty without v), attention received and log-sum-exp (both B H N, float32).
 
-    Received attention is empty without `look`. The normaliser, log2 of each row's sum of exp(logit) * size, is what
-    gradients need besides; `train` announces that they will be asked for.
+    received[b, h, j] = sum over rows i of A[b, h, i, j] * (row_weight / N + first_row_weight * [i == 0]) / H;
+    empty unless `with_received`.
+    lse[b, h, i] = log2 of the sum over keys j of exp(logit[b, h, i, j]) * size[b, j]; the gradients need it; it
+    may be empty unless `train`.
 
-    scale is positive; a key of size 0 is as if it were not there.
-
-    received[b, h, j] = sum over rows i of A[b, h, i, j] * (row_weight / N + first_row_weight * [i == 0]) / H.
-    With `slots` (B N), v has one row a slot and each key takes the value of its slot; to train, `order` and `start`
-    (`Assignment.members`) name the keys of each slot.
+    q, k: B H N D; v: B H N D; scale is positive. sizes (B N): a key of size 0 is absent; where all keys of an image
+    are, its outputs are 0.
+    slots (B N): v has one row per slot (B H M D) and each key takes the value of its slot. To train, `order` and
+    `start` (`Assignment.members`) list the keys of each slot.
     """
-    q, k = channels_last(q), channels_last(k)
-    v = None if v is None else channels_last(v)
-    sizes = None if sizes is None else sizes.contiguous()
-    slots = None if slots is None else slots.contiguous()
-    one_pass = _fits_one_pass(q)
-    out, received, normaliser = _outputs(q, v is not None, look, train or not one_pass)
-    scalars = (scale * _LOG2_E, row_weight, first_row_weight)
-    work = _Work(q, k, v, sizes, slots, out, received, normaliser, *scalars, look, train)
-    (_launch_short if one_pass else _launch_long)(work)
-    return out, received, normaliser
+    from .triton.attention import attention_kernel, long_attention_kernel, long_received_kernel
+
+    batch, heads, tokens, _ = q.shape
+    q, k = contiguous_channels(q), contiguous_channels(k)
+    is_short = _is_short(q)
+    out, received, lse = _allocate_outputs(q, v is not None, with_received, train or not is_short)
+
+    # a launch needs a pointer for every argument: q stands in for absent tensors, which the kernels do not read
+    v_pointer = q if v is None else contiguous_channels(v)
+    sizes_pointer = q if sizes is None else sizes.contiguous()
+    slots_pointer = q if slots is None else slots.contiguous()
+    strides = (*q.stride()[:3], *k.stride()[:3], *v_pointer.stride()[:3])
+    flags = {"HAS_SIZES": sizes is not None, "UNPOOL": slots is not None, "OUTPUT": v is not None}
+    head = _head_constants(q)
+    scale_log2 = scale * _LOG2_E
+
+    if is_short:
+        first_tile, second_tile = key_tiles(tokens)
+        launchable(attention_kernel)[(batch * heads,)](
+            q, k, v_pointer, sizes_pointer, slots_pointer, out, received, lse,
+            tokens, heads, scale_log2, row_weight, first_row_weight, *strides,
+            RECEIVED=with_received, TRAIN=train, ROWS=_short_rows(tokens), T1=first_tile, T2=second_tile,
+            **flags, **head, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        return out, received, lse
+
+    tile = long_tile(q)
+    launchable(long_attention_kernel)[(ceil_div(tokens, tile.rows) * batch * heads,)](
+        q, k, v_pointer, sizes_pointer, slots_pointer, out, lse, tokens, heads, scale_log2, *strides,
+        ROWS=tile.rows, KEYS=tile.keys, **flags, **head, num_warps=4, num_stages=tile.stages,
+    )  # fmt: skip
+    if with_received:
+        tile = RECEIVED_TILE_FLOAT32 if q.element_size() == 4 else RECEIVED_TILE
+        launchable(long_received_kernel)[(ceil_div(tokens, tile.keys) * batch * heads,)](
+            q, k, sizes_pointer, lse, received,
+            tokens, heads, scale_log2, row_weight, first_row_weight, *strides[:6],
+            HAS_SIZES=sizes is not None, ROWS=tile.rows, KEYS=tile.keys, **head, num_warps=4, num_stages=tile.stages,
+        )  # fmt: skip
+    return out, received, lse
 
 
-def _outputs(q: Tensor, output: bool, look: bool, level: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _allocate_outputs(q: Tensor, with_out: bool, with_received: bool, with_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, channels = q.shape
-    out = q.new_empty((batch, tokens, heads * channels) if output else (0,))
-    received = q.new_empty((batch, heads, tokens) if look else (0,), dtype=torch.float32)
-    normaliser = q.new_empty((batch, heads, tokens) if level else (0,), dtype=torch.float32)
-    return out, received, normaliser
+    out = q.new_empty((batch, tokens, heads * channels) if with_out else (0,))
+    received = q.new_empty((batch, heads, tokens) if with_received else (0,), dtype=torch.float32)
+    lse = q.new_empty((batch, heads, tokens) if with_lse else (0,), dtype=torch.float32)
+    return out, received, lse
 
 
 def fits(q: Tensor) -> bool:
     """Whether some kernel can hold heads of this width."""
     channels = q.shape[3]
-    return channels <= 128 and (channels * q.element_size() <= 256 or _shared_memory(q.device) > _SMALL_SHARED)
+    return channels <= 128 and (channels * q.element_size() <= 256 or _shared_memory(q.device) > _BASE_SHARED_MEMORY)
 
 
-def _fits_one_pass(q: Tensor) -> bool:
-    """Whether the keys and values of a head, and the logits of some rows, fit a program, and there are enough heads.
+def _is_short(q: Tensor) -> bool:
+    """Whether the short kernel serves: a head's keys and values fit a program, and there are enough heads.
 
-    In float32 the compiler would take up to 18 seconds for each of many variants, so it goes the long way; not so under
-    the interpreter, which compiles nothing and has float32 to test this way with.
+    Not in float32, where compiling one of its many variants takes up to 18 seconds. The interpreter compiles nothing
+    and tests it in float32.
     """
     batch, heads, tokens, _ = q.shape
-    if varies(tokens) or (q.element_size() == 4 and not INTERPRETED):
+    if is_symbolic(tokens) or (q.element_size() == 4 and not INTERPRETED):
         return False
-    if tokens > _LONGEST_IN_ONE_PASS or batch * heads < _FEW_HEADS:
+    if tokens > MAX_SHORT_TOKENS or batch * heads < MIN_SHORT_HEADS:
         return False
-    channels, keys, rows = widths(q)["D"], sum(key_tiles(tokens)), _rows_at_once(tokens)
-    numbers = keys * (2 * channels + 16) + rows * (keys + channels)
-    return numbers * q.element_size() <= _shared_memory(q.device)
+    channels, keys, rows = _head_constants(q)["D"], sum(key_tiles(tokens)), _short_rows(tokens)
+    elements = keys * (2 * channels + 16) + rows * (keys + channels)
+    return elements * q.element_size() <= _shared_memory(q.device)
 
 
 @torch.compiler.assume_constant_result
 def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may take."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return 1 << 20  # the interpreter has no such limit
+        return 1 << 20  # the interpreter has no limit
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-class _Work(NamedTuple):
-    """The operator's arguments and outputs, on their way to a kernel."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor | None
-    sizes: Tensor | None
-    slots: Tensor | None
-    out: Tensor
-    received: Tensor
-    normaliser: Tensor
-    scale_log2: float
-    row_weight: float
-    first_row_weight: float
-    look: bool
-    train: bool
-
-    def or_query(self, tensor: Tensor | None) -> Tensor:
-        """A kernel wants a pointer even where it will not read: the queries' will do."""
-        return self.q if tensor is None else tensor
-
-    def flags(self) -> dict[str, bool]:
-        return {"HAS_SIZES": self.sizes is not None, "SPREAD": self.slots is not None, "OUTPUT": self.v is not None}
-
-
-def _launch_short(work: _Work) -> None:
-    from .triton.attention import attention_kernel
-
-    q, k, values = work.q, work.k, work.or_query(work.v)
-    batch, heads, tokens, _ = q.shape
-    tiles = key_tiles(tokens)
-    launchable(attention_kernel)[(batch * heads,)](
-        q, k, values, work.or_query(work.sizes), work.or_query(work.slots), work.out, work.received,
-        work.normaliser, tokens, heads, work.scale_log2, work.row_weight, work.first_row_weight,
-        *q.stride()[:3], *k.stride()[:3], *values.stride()[:3],
-        LOOK=work.look, TRAIN=work.train, ROWS=_rows_at_once(tokens), T1=tiles[0], T2=tiles[1],
-        **work.flags(), **widths(q), num_warps=4, num_stages=1,
-    )  # fmt: skip
-
-
-def _launch_long(work: _Work) -> None:
-    from .triton.attention import long_attention_kernel, long_received_kernel
-
-    q, k, values = work.q, work.k, work.or_query(work.v)
-    batch, heads, tokens, _ = q.shape
-    rows, keys, stages = _long_tiles(q)
-    launchable(long_attention_kernel)[(-(-tokens // rows) * batch * heads,)](
-        q, k, values, work.or_query(work.sizes), work.or_query(work.slots), work.out, work.normaliser,
-        tokens, heads, work.scale_log2, *q.stride()[:3], *k.stride()[:3], *values.stride()[:3],
-        ROWS=rows, KEYS=keys, **work.flags(), **widths(q), num_warps=4, num_stages=stages,
-    )  # fmt: skip
-    if work.look:
-        launchable(long_received_kernel)[(-(-tokens // 64) * batch * heads,)](
-            q, k, work.or_query(work.sizes), work.normaliser, work.received,
-            tokens, heads, work.scale_log2, work.row_weight, work.first_row_weight, *q.stride()[:3], *k.stride()[:3],
-            HAS_SIZES=work.sizes is not None, ROWS=64 if q.element_size() == 4 else 128, KEYS=64, **widths(q),
-            num_warps=4, num_stages=2 if q.element_size() == 4 else 3,
-        )  # fmt: skip
-
-
-def _long_tiles(q: Tensor) -> tuple[int, int, int]:
-    """Rows a program holds, keys it walks over at a time, and how many of these loads are under way at once.
-
-    On an H200, 64 images of 577 tokens and 12 heads took 270 us by the first choice and 326 by the second; one image
-    9.6 us by the second.
-    """
-    batch, heads, tokens, channels = q.shape
-    if q.element_size() == 4 or varies(tokens):
-        return 64, 64, 2
-    if -(-tokens // 128) * batch * heads >= _BUSY:
-        return 128, 64, 3 if channels <= 64 else 2
-    return 64, 128 if channels <= 64 else 64, 2
-
-
-def _rows_at_once(tokens: int) -> int:
-    return 64 if tokens > 32 else 32 if tokens > 16 else 16
+def _head_constants(q: Tensor, precision: str = "ieee") -> dict[str, Any]:
+    """Head width, its power of two, and how float32 matrices are multiplied; other dtypes need one product."""
+    channels = q.shape[3]
+    return {
+        "D": max(16, next_power_of_2(channels)),
+        "DIM": channels,
+        "PRECISION": precision if q.dtype == torch.float32 else "tf32",
+    }
 
 
 def key_tiles(tokens: int) -> tuple[int, int]:
-    """One or two tile sizes, powers of two, that cover up to 256 tokens with little to spare; 0 for none."""
+    """Sizes of the short kernel's one or two key tiles, powers of two that cover up to 256 tokens; 0 for no second."""
     if tokens <= 128:
-        return max(16, 1 << (tokens - 1).bit_length()), 0
+        return max(16, next_power_of_2(tokens)), 0
     return 128, 64 if tokens <= 192 else 128
 
 
-def _keep_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    q, k, v, sizes, slots, order, start, scale, *_, train = inputs
-    if not train:
-        raise MctfError(
-            "mctf::attention keeps what its gradients need only with train=True: ask for it, or for no_grad"
-        )
-    out, received, normaliser = output
-    ctx.mark_non_differentiable(received, normaliser)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, sizes, slots, order, start, out, normaliser)
-    ctx.scale = scale  # type: ignore[attr-defined]
+def _short_rows(tokens: int) -> int:
+    """Query rows that the short kernel takes at a time."""
+    return 64 if tokens > 32 else 32 if tokens > 16 else 16
 
 
-def _backward(
-    ctx: torch.autograd.function.FunctionCtx, out_grad: Tensor, *_: Tensor | None
-) -> tuple[Tensor | float | None, ...]:
-    """Gradients of q, k and v; sizes and received attention carry none."""
-    q, k, v, sizes, slots, order, start, out, normaliser = ctx.saved_tensors  # type: ignore[attr-defined]
-    scale = ctx.scale  # type: ignore[attr-defined]
-    *to_both, to_v = attention_backward(q, k, v, sizes, slots, out, normaliser, out_grad, scale)
-    if slots is not None:
-        to_v = pooling.add_up(to_v, order, start)
-    heads = q.shape[1]
-    return *(grad.unflatten(2, (heads, -1)).transpose(1, 2) for grad in (*to_both, to_v)), *[None] * 9
-
-
-attention.register_autograd(_backward, setup_context=_keep_for_backward)
-
-
-# MERGED from mctf.kernels.attention:
-# Gradients of attention on the GPU: the `mctf::attention_backward` operator.
-#
-# Its plain meaning is what autograd makes of `core.attention.attend`; the kernels are in `attention_backward_triton`.
-#
-# Axes: B images, H heads, N tokens, M slots, D channels a head.
-
-_LOG2_E = math.log2(math.e)
+def long_tile(q: Tensor) -> Tile:
+    """The tile of `long_attention_kernel`: large where large tiles still give every multiprocessor work."""
+    batch, heads, tokens, channels = q.shape
+    if q.element_size() == 4 or is_symbolic(tokens):
+        return ANY_TILE
+    if ceil_div(tokens, LARGE_TILE.rows) * batch * heads >= FILL_GPU:
+        return LARGE_TILE if channels <= WIDE_HEAD else LARGE_TILE_WIDE_HEADS
+    return SMALL_TILE if channels <= WIDE_HEAD else SMALL_TILE_WIDE_HEADS
 
 
 @torch.library.triton_op("mctf::attention_backward", mutates_args=())
@@ -231,54 +197,74 @@ def attention_backward(
     sizes: Tensor | None,
     slots: Tensor | None,
     out: Tensor,
-    normaliser: Tensor,
+    lse: Tensor,
     out_grad: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each B N (H D), from that of the context, B N (H D).
 
-    normaliser: B H N, log2 of each row's sum of exp(logit) * size. With `slots`, the gradient of v has one row a key.
+    lse: B H N, from `mctf::attention`. With `slots`, the gradient of v has one row per key.
     """
     from .triton.attention import key_value_gradient_kernel, query_gradient_kernel
 
-    q, k, v, out_grad = (channels_last(tensor) for tensor in (q, k, v, out_grad))
-    out, normaliser = out.contiguous(), normaliser.contiguous()
-    some_sizes = q if sizes is None else sizes.contiguous()  # a kernel wants a pointer even where it will not read
-    some_slots = q if slots is None else slots.contiguous()
-    inputs = (q, k, v, some_sizes, some_slots)
-    q_grad, k_grad, v_grad, deltas = _gradient_outputs(q)
     batch, heads, tokens, _ = q.shape
-    numbers = (
-        *(tokens, heads, scale, scale * _LOG2_E),
-        *(stride for tensor in (q, k, v) for stride in tensor.stride()[:3]),
-        *out_grad.stride()[:2],
-    )
-    held, walked, stages = _tiles(q)
-    grid = (batch * heads * -(-tokens // held),)
-    options = {"HAS_SIZES": sizes is not None, "SPREAD": slots is not None, "num_warps": 4, "num_stages": stages}
-    options |= widths(q, precise="tf32x3")  # float32 by three products on the tensor cores
+    q, k, v, out_grad = (contiguous_channels(tensor) for tensor in (q, k, v, out_grad))
+    out, lse = out.contiguous(), lse.contiguous()
+    sizes_pointer = q if sizes is None else sizes.contiguous()
+    slots_pointer = q if slots is None else slots.contiguous()
+    q_grad, k_grad, v_grad, deltas = _allocate_gradients(q)
+    scalars = (tokens, heads, scale, scale * _LOG2_E)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out_grad.stride()[:2])
+    held, looped, stages = _backward_tile(q)
+    grid = (batch * heads * ceil_div(tokens, held),)
+    options = {"HAS_SIZES": sizes is not None, "UNPOOL": slots is not None, "num_warps": 4, "num_stages": stages}
+    options |= _head_constants(q, precision="tf32x3")  # float32 by three products on the tensor cores
     launchable(query_gradient_kernel)[grid](
-        *inputs, out, normaliser, out_grad, q_grad, deltas, *numbers, ROWS=held, KEYS=walked, **options
-    )
+        q, k, v, sizes_pointer, slots_pointer, out, lse, out_grad, q_grad, deltas,
+        *scalars, *strides, ROWS=held, KEYS=looped, **options,
+    )  # fmt: skip
     launchable(key_value_gradient_kernel)[grid](
-        *inputs, normaliser, deltas, out_grad, k_grad, v_grad, *numbers, ROWS=walked, KEYS=held, **options
-    )
+        q, k, v, sizes_pointer, slots_pointer, lse, deltas, out_grad, k_grad, v_grad,
+        *scalars, *strides, ROWS=looped, KEYS=held, **options,
+    )  # fmt: skip
     return q_grad, k_grad, v_grad
 
 
-def _gradient_outputs(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Three gradients, laid out as a qkv product leaves its parts, and a number a row for the second kernel."""
+def _allocate_gradients(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, laid out as the parts of a qkv product, and one float32 per row."""
     batch, heads, tokens, channels = q.shape
     q_grad, k_grad, v_grad = (q.new_empty(batch, tokens, heads * channels) for _ in range(3))
     return q_grad, k_grad, v_grad, q.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
-def _tiles(q: Tensor) -> tuple[int, int, int]:
-    """Tokens a program holds, tokens it walks over at a time, and how many of these loads are under way at once.
-
-    The fastest of 21 shapes on an H200 in bfloat16, 197 and 101 tokens; up to 64 channels a head hardly a register is
-    spilled, and 99 KiB of shared memory, which every supported GPU has, suffice.
-    """
+def _backward_tile(q: Tensor) -> tuple[int, int, int]:
     if q.element_size() == 4:
-        return (32 if q.shape[3] > 64 else 64), 32, 1
-    return 64, 32, 2
+        return BACKWARD_TILE_FLOAT32_WIDE_HEADS if q.shape[3] > WIDE_HEAD else BACKWARD_TILE_FLOAT32
+    return BACKWARD_TILE
+
+
+def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+    q, k, v, sizes, slots, order, start, scale, *_, train = inputs
+    if not train:
+        raise MctfError("mctf::attention gives gradients only with train=True: pass it, or call under torch.no_grad()")
+    out, received, lse = output
+    ctx.mark_non_differentiable(received, lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, sizes, slots, order, start, out, lse)
+    ctx.scale = scale  # type: ignore[attr-defined]
+
+
+def _backward(
+    ctx: torch.autograd.function.FunctionCtx, out_grad: Tensor, *_: Tensor | None
+) -> tuple[Tensor | float | None, ...]:
+    """Gradients of q, k and v; sizes and attention received have none."""
+    q, k, v, sizes, slots, order, start, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
+    scale = ctx.scale  # type: ignore[attr-defined]
+    q_grad, k_grad, v_grad = attention_backward(q, k, v, sizes, slots, out, lse, out_grad, scale)
+    if slots is not None:
+        v_grad = pooling.segment_sum(v_grad, order, start)
+    heads = q.shape[1]
+    return *(grad.unflatten(2, (heads, -1)).transpose(1, 2) for grad in (q_grad, k_grad, v_grad)), *[None] * 9
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)

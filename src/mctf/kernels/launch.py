@@ -1,4 +1,4 @@
-"""Whether Triton kernels are used, and how they are launched from an operator."""
+"""Whether Triton kernels are used, and how an operator launches them."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,22 +9,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Fixed at import: a compiled model cannot ask the environment.
-wanted = find_spec("triton") is not None and os.environ.get("MCTF_KERNELS", "1") != "0"
+# Read once, at import: torch.compile cannot trace reads of the environment.
+enabled = find_spec("triton") is not None and os.environ.get("MCTF_KERNELS", "1") != "0"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, slowly: for tests
 
 
+@contextmanager
+def disable_kernels() -> Iterator[None]:
+    """Inside, everything is computed by the plain PyTorch versions, which the kernels are checked against."""
+    global enabled
+    before, enabled = enabled, False
+    try:
+        yield
+    finally:
+        enabled = before
+
+
 def launchable(kernel: Any) -> Any:
-    """The kernel in the form torch.compile can see through: it then launches it without going through Python."""
+    """The kernel in the form that torch.compile traces; a compiled graph then launches it without Python."""
     if INTERPRETED:
         return kernel
     wrapped = torch.library.wrap_triton(kernel)
-    launched_here = wrapped is kernel  # torch.compile guards the device itself
-    return OnItsDevice(kernel) if launched_here and torch.cuda.device_count() > 1 else wrapped
+    is_eager = wrapped is kernel  # torch.compile sets the device itself
+    return DeviceGuarded(kernel) if is_eager and torch.cuda.device_count() > 1 else wrapped
 
 
-class OnItsDevice:
-    """A kernel that runs on the GPU of its first tensor. Triton would take the current one, wherever tensors are."""
+class DeviceGuarded:
+    """A kernel that runs on the GPU of its first tensor. Triton by itself takes the current GPU."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -37,32 +48,22 @@ class OnItsDevice:
         return launch
 
 
-def varies(number: int) -> bool:
-    """Whether a number is a variable of the graph under compilation: the kernel then has to serve all its values.
+def is_symbolic(number: int) -> bool:
+    """Whether a number is a variable of the graph under compilation.
 
-    Choosing a tile by it would compile the graph anew for each.
+    A tile chosen by such a number would compile one graph per value, so the kernel that serves all values is taken.
     """
     return isinstance(number, torch.SymInt)
 
 
-def channels_last(x: Tensor) -> Tensor:
-    """Kernels take any strides but that of the channels, which must lie side by side."""
+def contiguous_channels(x: Tensor) -> Tensor:
+    """x with a stride of 1 in its last axis. Kernels take any stride in the others."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def widths(q: Tensor, precise: str = "ieee") -> dict[str, Any]:
-    """Head width, its power of two, and how float32 tensors are multiplied; others lose nothing in one product."""
-    channels = q.shape[3]
-    precision = precise if q.dtype == torch.float32 else "tf32"
-    return {"D": max(16, 1 << (channels - 1).bit_length()), "DIM": channels, "PRECISION": precision}
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
-@contextmanager
-def plain_operations() -> Iterator[None]:
-    """Everything inside is computed without Triton, by the plain versions: what the kernels are checked against."""
-    global wanted
-    before, wanted = wanted, False
-    try:
-        yield
-    finally:
-        wanted = before
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()

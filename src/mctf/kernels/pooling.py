@@ -1,18 +1,33 @@
-"""Pooling on the GPU: the operators `mctf::pool` and `mctf::add_up`.
+"""Pooling on the GPU: the operators `mctf::pool` and `mctf::segment_sum`.
 
-Their plain meanings are `Assignment.pool` with `Assignment.total`, and `Assignment.sum`.
+Their plain versions are `Assignment.pool` with `Assignment.total`, and `Assignment.sum`.
 
 Axes: B images, N tokens, M slots, C channels.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.assignment import Assignment, joint_weights
 from ..errors import MctfError
-from .launch import channels_last, launchable, varies
+from .launch import contiguous_channels, is_symbolic, launchable, next_power_of_2
 
-_FEW_SLOTS = 2000  # of all images together: ten images of 197 tokens, or three of 577
+
+class Tile(NamedTuple):
+    """Channels and members of a slot that a program takes at a time."""
+
+    channels: int
+    members: int
+
+
+# With many slots, programs hide each other's latency: one program takes wide rows, one member at a time. With few, the
+# slot with most members determines the time: its rows are cut, and several members are read at once.
+FEW_SLOTS = 2000  # of all images together: ten images of 197 tokens, or three of 577
+MANY_SLOTS_TILE = Tile(channels=512, members=1)
+FEW_SLOTS_TILE = Tile(channels=128, members=4)
+SUM_CHANNELS_PER_WARP = 1024
 
 
 @torch.library.triton_op("mctf::pool", mutates_args=())
@@ -29,38 +44,36 @@ def pool(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weighted means of x and y (B M C; empty without y), by `joint_weights`, and sums of sizes (B M).
 
-    Last the sums of weights (B M), which gradients need: empty unless `train` announces that they will be asked for.
+    Last the sums of weights (B M), which the gradients need: empty unless `train`. A slot whose weights
+    sum to 0, or without members, has the mean 0.
+
+    x, y: B N C; weights, sizes: B N; slots, order: B N and start: B M+1, of an `Assignment`.
     """
     from .triton.pooling import pooling_kernel
 
     x, order, start = x.contiguous(), order.contiguous(), start.contiguous()
-    y, weights, sizes = (None if tensor is None else tensor.contiguous() for tensor in (y, weights, sizes))
-    outputs = _outputs(x, y, start, train)
-    other = x if y is None else y
-    batch, tokens, channels = x.shape
+    # a launch needs a pointer for every argument: x stands in for absent tensors, which the kernel does not read
+    y_pointer = x if y is None else y.contiguous()
+    weights_pointer = x if weights is None else weights.contiguous()
+    sizes_pointer = x if sizes is None else sizes.contiguous()
+    x_out, y_out, sizes_out, masses_out = _allocate_outputs(x, y, start, train)
+    batch, tokens, x_channels = x.shape
+    y_channels = y_pointer.shape[2]
     count = start.shape[1] - 1
-    x_width, y_width = (1 << (tensor.shape[2] - 1).bit_length() for tensor in (x, other))
-    parts, manner = _manner(batch, count, max(x_width, y_width))
+    few_slots = not (is_symbolic(batch) or is_symbolic(count)) and batch * count <= FEW_SLOTS
+    tile = FEW_SLOTS_TILE if few_slots else MANY_SLOTS_TILE
+    x_width, y_width = next_power_of_2(x_channels), next_power_of_2(y_channels)
+    parts = max(1, max(x_width, y_width) // tile.channels)  # programs that share the channels of a slot
     launchable(pooling_kernel)[(count, batch, parts)](
-        x, other, x if weights is None else weights, x if sizes is None else sizes, order, start, *outputs,
-        tokens, count, channels, other.shape[2], *x.stride()[:2], *other.stride()[:2],
+        x, y_pointer, weights_pointer, sizes_pointer, order, start, x_out, y_out, sizes_out, masses_out,
+        tokens, count, x_channels, y_channels, *x.stride()[:2], *y_pointer.stride()[:2],
         HAS_Y=y is not None, HAS_WEIGHTS=weights is not None, HAS_SIZES=sizes is not None, BY_SIZE=by_size,
-        TRAIN=train, X=max(1, x_width // parts), Y=max(1, y_width // parts), **manner,
+        TRAIN=train, MEMBERS=tile.members, X=max(1, x_width // parts), Y=max(1, y_width // parts), num_warps=1,
     )  # fmt: skip
-    return outputs
+    return x_out, y_out, sizes_out, masses_out
 
 
-def _manner(batch: int, count: int, width: int) -> tuple[int, dict[str, int]]:
-    """Into how many parts the channels are cut; how many members a program adds up at a time, and its warps.
-
-    Where there are many slots, the programs hide each other's waiting. Of few, the one with most members is waited for.
-    """
-    if not (varies(batch) or varies(count)) and batch * count <= _FEW_SLOTS:
-        return max(1, width // 128), {"MEMBERS": 4, "num_warps": 1}
-    return max(1, width // 512), {"MEMBERS": 1, "num_warps": 1}
-
-
-def _outputs(x: Tensor, y: Tensor | None, start: Tensor, train: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _allocate_outputs(x: Tensor, y: Tensor | None, start: Tensor, train: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, count = start.shape[0], start.shape[1] - 1
     x_out = x.new_empty(batch, count, x.shape[2])
     y_out = x.new_empty(0) if y is None else y.new_empty(batch, count, y.shape[2])
@@ -68,10 +81,10 @@ def _outputs(x: Tensor, y: Tensor | None, start: Tensor, train: bool) -> tuple[T
     return x_out, y_out, sizes_out, x.new_empty((batch, count) if train else (0,), dtype=torch.float32)
 
 
-def _keep_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
     _, y, weights, sizes, by_size, slots, _, _, train = inputs
     if not train:
-        raise MctfError("mctf::pool keeps what its gradients need only with train=True: ask for it, or for no_grad")
+        raise MctfError("mctf::pool gives gradients only with train=True: pass it, or call under torch.no_grad()")
     *_, totals, masses = output
     ctx.mark_non_differentiable(totals, masses)
     ctx.save_for_backward(weights, sizes if by_size else None, slots, masses)  # type: ignore[arg-type]
@@ -81,7 +94,7 @@ def _keep_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, 
 def _backward(
     ctx: torch.autograd.function.FunctionCtx, x_grad: Tensor, y_grad: Tensor, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Each token gets its share of its slot's gradient; weights and sizes carry none."""
+    """Each token gets its share of its slot's gradient; weights and sizes have none."""
     weights, sizes, slots, masses = ctx.saved_tensors  # type: ignore[attr-defined]
     assignment = Assignment(slots, masses.shape[1])
     counts = torch.ones_like(slots, dtype=torch.float32) if sizes is None else sizes
@@ -91,20 +104,21 @@ def _backward(
     return to_x, to_y, *[None] * 7
 
 
-pool.register_autograd(_backward, setup_context=_keep_for_backward)
+pool.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.triton_op("mctf::add_up", mutates_args=())
-def add_up(x: Tensor, order: Tensor, start: Tensor) -> Tensor:
-    """Sums of x over the slots: B N C -> B M C. Added in float32, and in a fixed order."""
-    from .triton.pooling import sum_kernel
+@torch.library.triton_op("mctf::segment_sum", mutates_args=())
+def segment_sum(x: Tensor, order: Tensor, start: Tensor) -> Tensor:
+    """Sums of x over the slots: B N C -> B M C. Summed in float32, and in a fixed order."""
+    from .triton.pooling import segment_sum_kernel
 
-    x, order, start = channels_last(x), order.contiguous(), start.contiguous()
+    x, order, start = contiguous_channels(x), order.contiguous(), start.contiguous()
     batch, tokens, channels = x.shape
     count = start.shape[1] - 1
     out = x.new_empty(batch, count, channels)
-    width = 1 << (channels - 1).bit_length()
-    launchable(sum_kernel)[(count, batch)](
-        x, order, start, out, tokens, count, channels, *x.stride()[:2], X=width, num_warps=max(1, width // 1024)
-    )
+    width = next_power_of_2(channels)
+    launchable(segment_sum_kernel)[(count, batch)](
+        x, order, start, out, tokens, count, channels, *x.stride()[:2],
+        X=width, num_warps=max(1, width // SUM_CHANNELS_PER_WARP),
+    )  # fmt: skip
     return out

@@ -85,7 +85,7 @@ class BAT(ClassAttentionMethod):
     def reduce(self, x: Tensor, a: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         assignment = self._assign(x, a, ctx)
         weights = a.clamp_min(TINY)
-        x, sizes = kernels.fuse_tokens(x, weights, sizes, assignment, by_size=False)
+        x, sizes = kernels.merge(x, assignment, weights=weights, sizes=sizes)
         return BlockOutput(x, sizes, assignment, weights)
 
     @torch.no_grad()

@@ -104,6 +104,6 @@ class EViT(ClassAttentionMethod):
             return BlockOutput(x.gather(1, kept), None, assignment, (rank < left).float())
         weights = a.clamp_min(TINY)
         mass = weights.where(rank >= left - 1, 0).sum(dim=1)
-        x, sizes = kernels.fuse_tokens(x, weights, sizes, assignment, by_size=False)
+        x, sizes = kernels.merge(x, assignment, weights=weights, sizes=sizes)
         merged = (x[:, -1] * mass[:, None]).to(x.dtype)  # pooling divides by the mass
         return BlockOutput(torch.cat([x[:, :-1], merged[:, None]], dim=1), sizes, assignment, weights)

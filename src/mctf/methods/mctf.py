@@ -115,8 +115,9 @@ class MCTF(Method):
         h = block.norm1(x)
         context, received = self._attend(block, h, sizes)
         assignment, a = self._match(x, received, sizes, ctx)
-        x, context, new_sizes = kernels.fuse_both(
-            x, block.finish_context(context, h), self._factor(a), sizes, assignment, by_size=self._by_size
+        context = block.finish_context(context, h)
+        x, context, new_sizes = kernels.merge(
+            x, assignment, weights=self._factor(a), sizes=sizes, by_size=self._by_size, also=context
         )
         x = block.add_mlp(block.add_attention(x, context))
         return BlockOutput(x, new_sizes, assignment, self._pool_weights(a, sizes), a)
@@ -172,7 +173,7 @@ class MCTF(Method):
         """Tokens and sizes of the slots."""
         if self.pooling == "max":
             return assignment.max_pool(x), assignment.total(torch.ones_like(a) if sizes is None else sizes)
-        return kernels.fuse_tokens(x, self._factor(a), sizes, assignment, by_size=self._by_size)
+        return kernels.merge(x, assignment, weights=self._factor(a), sizes=sizes, by_size=self._by_size)
 
     def run_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int:
         if r == 0:

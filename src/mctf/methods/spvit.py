@@ -65,7 +65,8 @@ class SPViT(PredictorMethod):
         if ctx.r == 0:
             return BlockOutput(block.plain(x), None, method_state=packages)
         assignment, weights = self._pack(x, packages, ctx)
-        x = block.fused(assignment, weights).plain(kernels.pool(x, weights, assignment))
+        x, _ = kernels.merge(x, assignment, weights=weights)
+        x = block.fused(assignment, weights).plain(x)
         return BlockOutput(x, None, assignment, weights, method_state=packages + 1)
 
     def _pack(self, x: Tensor, packages: int, ctx: BlockContext) -> tuple[Assignment, Tensor]:

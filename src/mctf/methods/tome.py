@@ -48,7 +48,7 @@ class ToMe(Method):
 
         assignment = _match_keys(k, ctx.r, ctx.protected)
         weights = x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes
-        x, sizes = kernels.fuse_tokens(x, None, sizes, assignment, by_size=True)
+        x, sizes = kernels.merge(x, assignment, sizes=sizes, by_size=True)
         return BlockOutput(block.add_mlp(x), sizes, assignment, weights)
 
     def paper_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int:

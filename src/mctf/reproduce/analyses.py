@@ -192,7 +192,8 @@ def attention_pair(
     full = block.attention_map(*block.queries_keys(block.norm1(x)), sizes=sizes)
     counts = torch.ones_like(weights) if sizes is None else sizes
     fused = block.fused(assignment, weights)
-    queries, keys = fused.queries_keys(fused.norm1(kernels.pool(x, weights, assignment)))
+    x, _ = kernels.merge(x, assignment, weights=weights)
+    queries, keys = fused.queries_keys(fused.norm1(x))
     return AttentionPair(
         approximated=approximate_attention(full, assignment, weights),
         precise=fused.attention_map(queries, keys, sizes=assignment.total(counts)),

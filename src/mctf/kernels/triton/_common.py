@@ -1,23 +1,20 @@
-"""Scalars inside kernels."""
+"""Scalars, and tiles of queries, keys and values, for the kernels.
+
+Axes: B images, H heads, N tokens, M slots. A head has DIM channels; tiles hold D, the next power of two.
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def single(number):
+def to_float32(number):
     """A scalar argument as float32.
 
-    torch.compile passes Python floats as float64, which would lift all arithmetic they touch: attention took
+    torch.compile passes Python floats as float64, which would promote all arithmetic they touch: attention took
     1,205 instead of 204 microseconds.
     """
     return (number + tl.zeros([], tl.float32)).to(tl.float32)
-
-
-# MERGED from mctf.kernels.triton._common:
-# Tiles of queries, keys and values in and out of memory, for the attention kernels.
-#
-# Axes: B images, H heads, N tokens, M slots, D channels a head.
 
 
 @triton.jit
@@ -30,35 +27,46 @@ def load_rows(pointer, rows, channels, row_stride, count, D: tl.constexpr, DIM: 
 
 
 @triton.jit
-def _load_each(pointer, rows, channels, row_stride, D: tl.constexpr, DIM: tl.constexpr):
-    """Rows that all exist."""
-    where = pointer + rows[:, None] * row_stride + channels[None, :]
+def _load_existing_rows(pointer, rows, channels, row_stride, D: tl.constexpr, DIM: tl.constexpr):
+    """A tile of rows that all exist."""
+    address = pointer + rows[:, None] * row_stride + channels[None, :]
     if D != DIM:
-        tile = tl.load(where, mask=channels[None, :] < DIM, other=0.0)
+        tile = tl.load(address, mask=channels[None, :] < DIM, other=0.0)
     else:
-        tile = tl.load(where)
+        tile = tl.load(address)
     return tile
 
 
 @triton.jit
-def load_near_rows(pointer, rows, channels, row_stride, count, D: tl.constexpr, DIM: tl.constexpr):
+def load_clamped_rows(pointer, rows, channels, row_stride, count, D: tl.constexpr, DIM: tl.constexpr):
     """A tile of rows; beyond the last row, the last one again.
 
-    Their logits then are as large as others, and a weight of 0 is all it takes to make nothing of them: a column of
-    weights can go from memory to where it is multiplied without a detour through other threads, one of -inf cannot.
+    Logits of the repeated rows are as large as those of the last one, so a weight of 0 removes them. A column of
+    weights goes straight from memory to where it is multiplied; a column of -inf would have to be exchanged between
+    threads.
     """
-    return _load_each(pointer, tl.minimum(rows, count - 1), channels, row_stride, D, DIM)
+    return _load_existing_rows(pointer, tl.minimum(rows, count - 1), channels, row_stride, D, DIM)
 
 
 @triton.jit
 def load_values(
-    pointer, slots_pointer, rows, channels, row_stride, count, SPREAD: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr
+    pointer, slots_pointer, rows, channels, row_stride, count, UNPOOL: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr
 ):
-    """Values of a tile of keys; spread values are read through the slot of each key. Beyond the last, some value."""
+    """Values of a tile of keys; UNPOOL: read through the slot of each key. Beyond the last key, some value."""
     source = tl.minimum(rows, count - 1)
-    if SPREAD:
+    if UNPOOL:
         source = tl.load(slots_pointer + source)
-    return _load_each(pointer, source, channels, row_stride, D, DIM)
+    return _load_existing_rows(pointer, source, channels, row_stride, D, DIM)
+
+
+@triton.jit
+def load_sizes(sizes_pointer, keys, tokens, HAS_SIZES: tl.constexpr):
+    """Size of each key: 1 without sizes, 0 beyond the last key."""
+    if HAS_SIZES:
+        size = tl.load(sizes_pointer + keys, mask=keys < tokens, other=0.0)
+    else:
+        size = (keys < tokens).to(tl.float32)
+    return size
 
 
 @triton.jit
@@ -69,13 +77,3 @@ def store_rows(out, tile, image, head, rows, channels, tokens, heads, D: tl.cons
         keep = keep & (channels[None, :] < DIM)
     target = out + ((image * tokens + rows[:, None]) * heads + head) * DIM + channels[None, :]
     tl.store(target, tile.to(out.dtype.element_ty), mask=keep)
-
-
-@triton.jit
-def load_sizes(sizes_pointer, keys, tokens, HAS_SIZES: tl.constexpr):
-    """How often each key counts: its size, 1 without sizes, 0 beyond the last."""
-    if HAS_SIZES:
-        size = tl.load(sizes_pointer + keys, mask=keys < tokens, other=0.0)
-    else:
-        size = (keys < tokens).to(tl.float32)
-    return size

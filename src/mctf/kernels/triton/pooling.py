@@ -1,7 +1,7 @@
-"""Means and sums over the slots of an assignment: Triton twins of `Assignment.pool` and `Assignment.sum`.
+"""Means and sums over the slots of an assignment: Triton versions of `Assignment.pool` and `Assignment.sum`.
 
-A program owns one slot of one image, or some channels of it, and walks through its tokens. Most slots have one, so the
-rows are read about once and written once.
+A program serves one slot of one image, or some channels of it, and loops over its tokens. Most slots have one token,
+so rows are read about once and written once.
 
 Axes: B images, N tokens, M slots, C channels.
 """
@@ -11,21 +11,21 @@ import triton.language as tl
 
 
 @triton.jit
-def _size(sizes, token, has, HAS_SIZES: tl.constexpr):
-    """How many each token stands for; 0 where there is none."""
+def _load_size(sizes, token, valid, HAS_SIZES: tl.constexpr):
+    """Size of each token, 1 without sizes; 0 where a token is not valid."""
     if HAS_SIZES:
-        size = tl.load(sizes + token, mask=has, other=0.0)
+        size = tl.load(sizes + token, mask=valid, other=0.0)
     else:
-        size = has.to(tl.float32)
+        size = valid.to(tl.float32)
     return size
 
 
 @triton.jit
-def _joint_weight(weights, size, token, has, HAS_WEIGHTS: tl.constexpr, BY_SIZE: tl.constexpr):
-    """How much each token counts; 0 where there is none."""
-    weight = size if BY_SIZE else has.to(tl.float32)
+def _joint_weight(weights, size, token, valid, HAS_WEIGHTS: tl.constexpr, BY_SIZE: tl.constexpr):
+    """Weight of each token in its slot; 0 where a token is not valid."""
+    weight = size if BY_SIZE else valid.to(tl.float32)
     if HAS_WEIGHTS:
-        weight *= tl.load(weights + token, mask=has, other=0.0)
+        weight *= tl.load(weights + token, mask=valid, other=0.0)
     return weight
 
 
@@ -38,8 +38,9 @@ def pooling_kernel(
 ):  # fmt: skip
     """x_out[s] = sum of w_i x_i / sum of w_i over the tokens of slot s; y_out likewise; sizes_out[s] = sum of sizes.
 
-    w_i is a token's weight, times its size BY_SIZE; 1 for what is not there. To TRAIN, masses_out[s] = sum of w_i.
-    A program takes X channels of x and Y of y, and MEMBERS tokens at a time.
+    w_i is a token's weight, times its size BY_SIZE; absent weights and sizes are 1. A slot whose weights sum to 0 gets
+    the mean 0. To TRAIN, masses_out[s] = sum of w_i. A program takes X channels of x and Y of y, and MEMBERS tokens at
+    a time.
     """
     image = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0)
@@ -55,48 +56,49 @@ def pooling_kernel(
     y_sum = tl.zeros([Y], tl.float32)
     mass = 0.0
     size = 0.0
-    # weights are taken relative to the first member's: a token alone in its slot then comes out unchanged
-    there = begin < end
-    leader = tl.load(order + begin, mask=there, other=0)
-    first = _joint_weight(weights, _size(sizes, leader, there, HAS_SIZES), leader, there, HAS_WEIGHTS, BY_SIZE)
-    first = tl.where(first == 0.0, 1.0, first)  # tokens that were dropped count for nothing in their slot
+    # weights are relative to that of the first member: a token alone in its slot then stays bit-identical
+    nonempty = begin < end
+    first_token = tl.load(order + begin, mask=nonempty, other=0)
+    first_size = _load_size(sizes, first_token, nonempty, HAS_SIZES)
+    first = _joint_weight(weights, first_size, first_token, nonempty, HAS_WEIGHTS, BY_SIZE)
+    first = tl.where(first == 0.0, 1.0, first)  # a dropped token has weight 0
     for member in range(begin, end, MEMBERS):
-        place = member + tl.arange(0, MEMBERS)
-        has = place < end
-        token = tl.load(order + place, mask=has, other=0)
-        member_size = _size(sizes, token, has, HAS_SIZES)
+        position = member + tl.arange(0, MEMBERS)
+        valid = position < end
+        token = tl.load(order + position, mask=valid, other=0)
+        member_size = _load_size(sizes, token, valid, HAS_SIZES)
         size += tl.sum(member_size, 0)
-        weight = _joint_weight(weights, member_size, token, has, HAS_WEIGHTS, BY_SIZE)
-        weight = tl.where(weight == first, 1.0, weight / first)  # a GPU's quick division need not give 1
+        weight = _joint_weight(weights, member_size, token, valid, HAS_WEIGHTS, BY_SIZE)
+        weight = tl.where(weight == first, 1.0, weight / first)  # a GPU's fast division need not give exactly 1
         mass += tl.sum(weight, 0)
-        keep = has[:, None] & (x_column[None, :] < x_channels)
+        keep = valid[:, None] & (x_column[None, :] < x_channels)
         rows = tl.load(x + token[:, None] * x_n + x_column[None, :], mask=keep, other=0.0)
         x_sum += tl.sum(weight[:, None] * rows.to(tl.float32), 0)
         if HAS_Y:
-            keep = has[:, None] & (y_column[None, :] < y_channels)
+            keep = valid[:, None] & (y_column[None, :] < y_channels)
             rows = tl.load(y + token[:, None] * y_n + y_column[None, :], mask=keep, other=0.0)
             y_sum += tl.sum(weight[:, None] * rows.to(tl.float32), 0)
-    mass = tl.where(mass == 0.0, 1.0, mass)  # of slots without members, too
-    place = image * count + slot
+    mass = tl.where(mass == 0.0, 1.0, mass)  # without members, or with weights of 0 only, the mean is 0
+    target = image * count + slot
     x_mean = (x_sum / mass).to(x_out.dtype.element_ty)
-    tl.store(x_out + place * x_channels + x_column, x_mean, mask=x_column < x_channels)
+    tl.store(x_out + target * x_channels + x_column, x_mean, mask=x_column < x_channels)
     if HAS_Y:
         y_mean = (y_sum / mass).to(y_out.dtype.element_ty)
-        tl.store(y_out + place * y_channels + y_column, y_mean, mask=y_column < y_channels)
-    tl.store(sizes_out + place, size, mask=tl.program_id(2) == 0)
+        tl.store(y_out + target * y_channels + y_column, y_mean, mask=y_column < y_channels)
+    tl.store(sizes_out + target, size, mask=tl.program_id(2) == 0)
     if TRAIN:
-        tl.store(masses_out + place, mass * first, mask=tl.program_id(2) == 0)
+        tl.store(masses_out + target, mass * first, mask=tl.program_id(2) == 0)
 
 
 @triton.jit
-def sum_kernel(x, order, start, out, tokens, count, channels, x_b, x_n, X: tl.constexpr):
+def segment_sum_kernel(x, order, start, out, tokens, count, channels, x_b, x_n, X: tl.constexpr):
     """out[s] = sum of x_i over the tokens of slot s."""
     image = tl.program_id(1).to(tl.int64)
     slot = image * (count + 1) + tl.program_id(0)
     column = tl.arange(0, X)
     total = tl.zeros([X], tl.float32)
-    for place in range(tl.load(start + slot), tl.load(start + slot + 1)):
-        token = tl.load(order + image * tokens + place)
+    for position in range(tl.load(start + slot), tl.load(start + slot + 1)):
+        token = tl.load(order + image * tokens + position)
         total += tl.load(x + image * x_b + token * x_n + column, mask=column < channels, other=0.0).to(tl.float32)
     out += (image * count + tl.program_id(0)) * channels
     tl.store(out + column, total.to(out.dtype.element_ty), mask=column < channels)

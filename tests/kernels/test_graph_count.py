@@ -1,6 +1,6 @@
-"""A handful of graphs serves all r', too, where the blocks are compiled with Triton kernels in them.
+"""A handful of graphs serves all r' where the blocks are compiled with Triton kernels in them.
 
-A kernel chosen by the number of tokens would make a graph for each. That shows while graphs are traced: no GPU needed.
+A kernel chosen by the number of tokens would give one graph per number. Tracing shows it, without a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,8 +9,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from mctf.train.branches import run_branches
-from mctf.train.compiling import compile_blocks
 from torch import Tensor
 
 import mctf
@@ -21,10 +19,12 @@ from mctf.core.matching import Criteria
 from mctf.kernels import attention as attention_ops
 from mctf.kernels import launch
 from mctf.kernels import matching as matching_ops
+from mctf.train.compile import compile_blocks
+from mctf.train.two_branch import run_branches
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: there are no kernels to trace"),
-    pytest.mark.skipif(launch.INTERPRETED, reason="with TRITON_INTERPRET=1 the compiler cannot look into kernels"),
+    pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter's kernels cannot be traced"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),  # how a kernel rounds: none is run
 ]
 
@@ -33,7 +33,7 @@ REDUCTIONS = [0, 8, 8, 8]  # r differs between blocks, so the compiler takes it 
 LIGHTER = (5, 8, 0, 3, 1, 2, 7)
 ATTENTION = {"long_attention_kernel", "query_gradient_kernel", "key_value_gradient_kernel"}
 KERNELS = {
-    "mctf": ATTENTION | {"matching_kernel", "pooling_kernel", "sum_kernel"},
+    "mctf": ATTENTION | {"matching_kernel", "pooling_kernel", "segment_sum_kernel"},
     "mctf_exact": ATTENTION | {"matching_kernel", "pooling_kernel"},
     "tome": ATTENTION | {"pooling_kernel"},
     "evit": ATTENTION | {"pooling_kernel"},
@@ -43,7 +43,6 @@ KERNELS = {
 @pytest.fixture(autouse=True)
 def gpu_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pretend_gpu(monkeypatch)
-    monkeypatch.setattr(attention_ops, "_FEW_HEADS", 0)  # as in a large batch: short sequences have their own kernel
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -62,7 +61,8 @@ def train(method: str, steps: tuple[int, ...]) -> tuple[Graphs, list[int]]:
     return graphs, seen
 
 
-@pytest.mark.parametrize("method", ["mctf", "mctf_exact", pytest.param("tome", marks=pytest.mark.slow), "evit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", KERNELS)
 def test_a_handful_of_graphs_serves_all_r(method: str) -> None:
     graphs, seen = train(method, LIGHTER)
     assert 1 < graphs.forward == graphs.backward <= HANDFUL
@@ -95,7 +95,7 @@ def test_an_operator_is_compiled_for_the_first_length_and_for_all_others(
 
 
 def never(_: int) -> bool:
-    """What would let operators choose by the number of tokens."""
+    """In place of `is_symbolic`: operators then choose by the number of tokens."""
     return False
 
 
@@ -103,14 +103,14 @@ def never(_: int) -> bool:
 def test_an_operator_that_chooses_by_length_is_compiled_for_each(
     operation: Callable[[Tensor], Tensor], operator: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operator, "varies", never)
+    monkeypatch.setattr(operator, "is_symbolic", never)
     assert graphs_for_five_lengths(operation) == 5
 
 
 @pytest.mark.slow
 def test_operators_that_choose_by_length_make_more_than_a_handful_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     for operator in (attention_ops, matching_ops):
-        monkeypatch.setattr(operator, "varies", never)
+        monkeypatch.setattr(operator, "is_symbolic", never)
     _, seen = train("mctf", (5, 3, 1))
     assert seen[0] < seen[1] < seen[2]
     assert seen[2] > HANDFUL
