@@ -1,11 +1,13 @@
 """Small helpers that every room may use: counts in sentences, sizes as typed, files written whole."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
+from typing import IO
 
 from .errors import MctfError
 
@@ -68,13 +70,36 @@ def parse_image_size(value: object) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
-def atomic_write(path: Path, content: bytes) -> None:
+def atomic_write(path: Path, content: bytes, *, sync: bool = False) -> None:
     """Write under a temporary name in the same folder, then rename: a reader never sees half a file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        with atomic_file(temporary, lambda: path, sync=sync) as file:
+            file.write(content)
     except OSError as failure:
         raise MctfError(f"{path} cannot be written ({failure.strerror}): choose another file") from None
+
+
+@contextmanager
+def atomic_file(temporary: Path, target: Callable[[], Path], *, sync: bool = False) -> Iterator[IO[bytes]]:
+    """A file to write under a temporary name, renamed to `target()` when the block ends without an error.
+
+    sync: flush the content to the disk before the rename, and the rename after it, against a power failure.
+    """
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        path = target()
+        os.replace(temporary, path)
+        if sync:
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

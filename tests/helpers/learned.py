@@ -1,4 +1,4 @@
-"""Learned methods for tests: layers of known values, and a look at what they say while the model runs."""
+"""Learned methods for tests: layers with fixed random values, and naive versions of those layers."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ from mctf.methods._layers import UntrainedWarning, split_state_dict, stash_layer
 
 
 def teach(model: nn.Module, method: str, r: Any, *, seed: int = 0, **options: Any) -> dict[str, Tensor]:
-    """Keep layers of random values aside in a model, so large that no score is near another; they are given as well.
+    """Stash layers with random values in a model and return them; the next fuse with this method takes them.
 
-    The next fusing with this method takes them.
+    The values are so large that no score is near another.
     """
     with warnings.catch_warnings(action="ignore", category=UntrainedWarning):
         mctf.fuse(model, method, r=r, **options)
@@ -34,7 +34,7 @@ def teach(model: nn.Module, method: str, r: Any, *, seed: int = 0, **options: An
 
 
 def taught_model(name: str, method: str, r: Any, **features: Any) -> Any:
-    """A fused model in float64 whose layers have values that matter."""
+    """A fused model in float64 with the layers of `teach`."""
     model = make(name, **features).double()
     teach(model, method, r)
     return mctf.fuse(model, method, r=r)
@@ -43,7 +43,7 @@ def taught_model(name: str, method: str, r: Any, **features: Any) -> Any:
 def assert_as_taught_or_refused(
     name: str, naive: Callable[[dict[str, Tensor]], NaiveBlock], *, method: str, schedule: Sequence[float]
 ) -> None:
-    """The model of this name runs as `naive` does with the same layers, or is refused where heads talk (CaiT)."""
+    """The model equals `naive` with the same layers, or is refused for talking heads (CaiT)."""
     model = make(name).double()
     if name.startswith("cait"):
         assert_refused_for_talking_heads(model, method)
@@ -53,7 +53,7 @@ def assert_as_taught_or_refused(
 
 
 def assert_refused_for_talking_heads(model: nn.Module, method: str) -> None:
-    """The error says why, and the model can still be fused by another method."""
+    """The error names the reason, and the model can still be fused by another method."""
     with pytest.raises(mctf.MctfError, match=r"which talking heads \(CaiT\) do not support: use '"):
         mctf.fuse(model, method)
     mctf.unfuse(mctf.fuse(model, "tome", r=4))

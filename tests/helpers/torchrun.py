@@ -1,4 +1,4 @@
-"""The `mctf` command in processes of its own: alone, several that know of each other, or under torchrun."""
+"""The `mctf` command in subprocesses: one process, several ranks of one group, or under torchrun."""
 
 import os
 import signal
@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-PATIENCE = 120  # seconds, on a machine with better things to do
+TIMEOUT = 120  # seconds, on a loaded machine
 
 
 def write_stripes(folder: Path, *, images: int, seed: int) -> Path:
-    """A class folder for each of four directions, with so many pictures of stripes."""
+    """One class folder per direction, four in all, with `images` pictures of stripes each."""
     y, x = np.mgrid[:32, :32]
     for label in range(4):
         place = folder / f"direction{label}"
@@ -31,7 +31,7 @@ def write_stripes(folder: Path, *, images: int, seed: int) -> Path:
 
 
 class Running:
-    """One `mctf` command in one or several processes; the output is that of all of them."""
+    """One `mctf` command in one or several processes, with one output file for all of them."""
 
     def __init__(self, arguments: list[object], *, world: int = 1, folder: Path) -> None:
         self.log = folder / f"output-{time.monotonic_ns()}.txt"
@@ -48,7 +48,7 @@ class Running:
             return subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | settings)
 
     def codes(self) -> list[int]:
-        return [process.wait(PATIENCE) for process in self.processes]
+        return [process.wait(TIMEOUT) for process in self.processes]
 
     def output(self) -> str:
         return self.log.read_text()
@@ -58,8 +58,8 @@ class Running:
             process.send_signal(number)
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Returns as soon as it is so; fails if the command ends before."""
-        deadline = time.monotonic() + PATIENCE
+        """Poll until `reached()`; fails if the command ends before."""
+        deadline = time.monotonic() + TIMEOUT
         while not reached():
             ended = [process.poll() for process in self.processes if process.poll() is not None]
             assert not ended, f"ended with {ended} before:\n{self.output()}"
@@ -68,7 +68,7 @@ class Running:
 
 
 def run_together(arguments: list[object], *, world: int, folder: Path) -> str:
-    """What a command prints that all processes end well."""
+    """The output of a command that must succeed in all processes."""
     running = Running(arguments, world=world, folder=folder)
     assert running.codes() == [0] * world, running.output()
     return running.output()
@@ -78,7 +78,7 @@ def run_torchrun(arguments: list[object], *, world: int) -> "subprocess.Complete
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     command = [*launcher, "-m", "mctf", *map(str, arguments)]
     settings = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=settings, timeout=PATIENCE, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=settings, timeout=TIMEOUT, check=False)
 
 
 def _free_port() -> int:

@@ -1,5 +1,6 @@
-"""A feed of made-up images, and a run around it, small enough for tests; ways to run and to kill it."""
+"""A feed of synthetic images and a small run around it; ways to run it, to kill it and to read its log."""
 
+import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,18 @@ from torch import Tensor
 from helpers.models import make
 from mctf.data.sampler import generator_for
 from mctf.distributed import DistributedContext
-from mctf.train.build import assemble_around
+from mctf.train.build import build_around
 from mctf.train.config import Recipe
 from mctf.train.engine import OnStep, Trainer
 from mctf.train.logging import Logs, Record
-from mctf.train.signals import Interruption
+from mctf.train.signals import StopRequest
 
 CLASSES = 4
 ALONE = DistributedContext(0, 1, torch.device("cpu"))
 
 
 class Stripes:
-    """Stripes in four directions under noise, made anew from seed, epoch, step and rank: a feed as training asks."""
+    """A feed of noisy stripes in four directions, a function of seed, epoch, step and rank."""
 
     num_classes = CLASSES
     class_to_idx = {f"direction {index}": index for index in range(CLASSES)}  # noqa: RUF012
@@ -31,14 +32,14 @@ class Stripes:
     def __init__(self, *, batch: int = 4, steps: int = 3, seed: int = 0, size: int = 64, rank: int = 0) -> None:
         self.batch, self.length, self.seed, self.size, self.rank = batch, steps, seed, size, rank
         self.num_images = batch * steps
-        self.asked: list[tuple[int, int]] = []
-        self.broken: tuple[int, int] | None = None  # epoch and step of a batch with a number that is none
+        self.calls: list[tuple[int, int]] = []
+        self.broken: tuple[int, int] | None = None  # epoch and step of a batch that holds a NaN
 
     def steps(self) -> int:
         return self.length
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        self.asked.append((epoch, start))
+        self.calls.append((epoch, start))
         return (self.make(epoch, step) for step in range(start, self.length))
 
     def make(self, epoch: int, step: int) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,7 @@ class Stripes:
 
 
 def make_recipe(output: Path, **options: Any) -> Recipe:
-    """Three epochs at a high rate; saves are far apart unless asked for."""
+    """Three epochs at a high learning rate; by default it saves only at the end."""
     values = {"epochs": 3, "lr": 1e-3, "min_lr": 1e-5, "r": 8, "save_epochs": 99, "log_steps": 1, "smoothing": 0.0}
     return Recipe(model="test_vit", data="stripes", output=output, **(values | options))
 
@@ -64,9 +65,9 @@ def make_recipe(output: Path, **options: Any) -> Recipe:
 def make_trainer(
     output: Path, *, feed: Stripes | None = None, features: dict[str, Any] | None = None, **options: Any
 ) -> Trainer:
-    """A run of the tiny plain model on stripes."""
+    """A run of the tiny model on stripes."""
     model = make("plain", num_classes=CLASSES, **(features or {}))
-    return assemble_around(model, feed or Stripes(), make_recipe(output, **options), ALONE)
+    return build_around(model, feed or Stripes(), make_recipe(output, **options), ALONE)
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -79,7 +80,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 
 class KilledError(Exception):
-    """Ends a run as a power cut would: nothing is saved."""
+    """Ends a run without saving, as a power failure does."""
 
 
 def killing_at(step: int) -> OnStep:
@@ -92,7 +93,7 @@ def killing_at(step: int) -> OnStep:
 
 def finish(trainer: Trainer, **how: Any) -> dict[str, Tensor]:
     """The weights after all steps."""
-    trainer.run(Interruption(), **how)
+    trainer.run(StopRequest(), **how)
     return weights_of(trainer)
 
 
@@ -103,3 +104,10 @@ def finish_logged(trainer: Trainer, **how: Any) -> dict[str, Tensor]:
         return finish(trainer, logs=logs, **how)
     finally:
         logs.close()
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the `log.csv` in a folder: numbers, None for empty cells."""
+    with (folder / "log.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return [{name: float(value) if value else None for name, value in row.items()} for row in rows]

@@ -1,4 +1,4 @@
-"""Graphs of the GPU path, traced on any machine: the compiler looks into the kernels, and nothing is run."""
+"""Graphs of the GPU path, traced without a GPU: the compiler traces the kernels, and nothing is executed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from mctf import kernels
 
 
-class PretendedDriver:
-    """A GPU, as far as Triton asks for one while kernels are traced."""
+class FakeDriver:
+    """The part of a GPU driver that Triton needs to trace kernels."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget  # here, for tests that are skipped where Triton is missing
@@ -27,13 +27,13 @@ def pretend_gpu(patch: pytest.MonkeyPatch) -> None:
     """Let CPU tensors take the path of the kernels."""
     from triton.runtime import driver
 
-    # reset_active, which undoes set_active, wants a real GPU
-    patch.setattr(driver, "_active", PretendedDriver())
+    # reset_active, which undoes set_active, needs a real GPU
+    patch.setattr(driver, "_active", FakeDriver())
     patch.setattr(kernels, "use_kernels", lambda x: x.dtype in kernels._DTYPES)
 
 
 class Graphs:
-    """A backend of torch.compile that counts graphs and names their kernels; what it compiles gives zeros."""
+    """A backend of torch.compile that counts graphs and collects kernel names; compiled graphs return zeros."""
 
     def __init__(self) -> None:
         self.forward = self.backward = 0
@@ -61,7 +61,7 @@ def kernels_in(graph: fx.Graph) -> set[str]:
 
 
 def zeros(graph: fx.Graph, arguments: tuple[Any, ...]) -> list[Any]:
-    """What the graph would give for these arguments, with zeros for all values."""
+    """Outputs of the graph for these arguments, with zeros for all values."""
     numbers: dict[Any, int] = {}
     for node, argument in zip(graph.find_nodes(op="placeholder"), arguments, strict=True):
         numbers |= numbers_of(node.meta["val"], argument)
@@ -71,7 +71,7 @@ def zeros(graph: fx.Graph, arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def numbers_of(recorded: Any, argument: Any) -> dict[Any, int]:
-    """The number that each variable of a recorded input stands for in an argument."""
+    """The value of each symbolic size of a recorded input in an argument."""
     if isinstance(recorded, Tensor):
         pairs = zip((*recorded.shape, *recorded.stride()), (*argument.shape, *argument.stride()), strict=True)
     else:
@@ -80,7 +80,7 @@ def numbers_of(recorded: Any, argument: Any) -> dict[Any, int]:
 
 
 def zero(recorded: Any, numbers: dict[Any, int]) -> Any:
-    """A recorded output, with numbers for its variables."""
+    """A recorded output, with values for its symbolic sizes."""
 
     def number(size: Any) -> Any:
         return int(size.node.expr.subs(numbers)) if isinstance(size, torch.SymInt) else size

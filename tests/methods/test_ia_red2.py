@@ -23,7 +23,7 @@ from mctf.api import fused_stack
 from mctf.methods._layers import UntrainedWarning
 from mctf.methods.base import BlockOutput
 from mctf.train.objective import Objective
-from mctf.train.two_branch import Branch, run_branch
+from mctf.train.two_branch import Branch, run_branch, run_inference
 
 pytestmark = pytest.mark.filterwarnings("ignore::mctf.methods._layers.UntrainedWarning")
 SCHEDULE = [1, 0, 1, 1]
@@ -173,7 +173,7 @@ class TestTraining:
         model.double()
         images = make_images(model, 3)
         with mctf.trace(model) as trace, staying(model) as stays:
-            policy = run_branch(model, images).carries[-1]
+            policy = run_branch(model, images).method_states[-1]
         counts = torch.stack([(block.sizes > 0).sum(dim=1) for block in trace.blocks]) - 5
         torch.testing.assert_close(policy.kept(), counts.double().mean(dim=0).float() / 64)
         patches = model.token_reduction["0"](family_of(model).embed(model, images))[:, 5:]
@@ -188,8 +188,7 @@ class TestTraining:
         assert all(parameter.grad is None for parameter in interpreters)
         assert all(parameter.grad is not None for parameter in model.blocks.parameters())
         model.zero_grad()
-        method = fused_stack(model).method
-        method.extra_loss(model, images, labels, (run_branch(model, images),)).backward()
+        extra_loss(model, images, labels, run_branch(model, images)).backward()
         assert all(parameter.grad.abs().sum() > 0 for parameter in interpreters)
         assert all(parameter.grad is None for parameter in model.blocks.parameters())
         assert model.training
@@ -223,18 +222,17 @@ class TestReward:
         model = fused(make("plain").double()).train()
         images = make_images(model, 5)
         labels = answers(model, images)
-        method = fused_stack(model).method
         drawn = run_branch(model, images)
-        found = method.extra_loss(model, images, labels, (drawn,))
+        found = extra_loss(model, images, labels, drawn)
         model.eval()
         greedy = run_branch(model, images)
-        shares = [branch.carries[-1].kept() for branch in (drawn, greedy)]
+        shares = [branch.method_states[-1].kept() for branch in (drawn, greedy)]
         shares[0] = shares[0] + (shares[1].mean() - shares[0].mean())  # the target is one for inference
         gains = [
             reward(branch, share.tolist(), labels, keep=0.7)
             for branch, share in zip((drawn, greedy), shares, strict=True)
         ]
-        chance = drawn.carries[-1].log_probability().tolist()
+        chance = drawn.method_states[-1].log_probability().tolist()
         expected = -sum((a - b) * c for a, b, c in zip(*gains, chance, strict=True)) / 5
         assert found.item() == pytest.approx(expected, rel=1e-5)
         assert found.item() != 0
@@ -247,17 +245,23 @@ class TestReward:
         with torch.no_grad():
             model.head.weight.zero_()
             model.head.bias.copy_(torch.eye(CLASSES)[0])
-        labels, method = torch.zeros(8, dtype=torch.int64), fused_stack(model).method
+        labels = torch.zeros(8, dtype=torch.int64)
         optimiser = torch.optim.Adam(model.token_reduction.parameters(), lr=0.01)
         for step in range(100):
             images = make_images(model, 8, seed=step)
-            method.extra_loss(model, images, labels, (run_branch(model, images),)).backward()
+            extra_loss(model, images, labels, run_branch(model, images)).backward()
             optimiser.step()
             optimiser.zero_grad()
         model.eval()
         with torch.no_grad():
-            kept = run_branch(model, make_images(model, 32, seed=1000)).carries[-1].kept()
+            kept = run_branch(model, make_images(model, 32, seed=1000)).method_states[-1].kept()
         assert 0.4 < kept.mean() < 0.6  # all of them at first
+
+
+def extra_loss(model: Any, images: Tensor, labels: Tensor, branch: Branch) -> Tensor:
+    """The term of the method, as the objective computes it."""
+    method = fused_stack(model).method
+    return method.extra_loss(model, images, labels, (branch,), infer=lambda: run_inference(model, images))
 
 
 def sharper(probability: Tensor) -> Tensor:

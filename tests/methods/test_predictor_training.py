@@ -108,7 +108,7 @@ def test_the_masked_map_is_the_softmax_over_what_is_seen() -> None:
 def test_a_patch_once_dropped_stays_dropped_and_targets_are_those_of_the_plan(method: str) -> None:
     model = taught_model("registers", method, [0, 0.4, 20, 0.4]).train()
     torch.manual_seed(0)
-    decisions = run_branch(model, make_images(model, 3)).carries[-1]
+    decisions = run_branch(model, make_images(model, 3)).method_states[-1]
     plan = mctf.plan(model, method=method, r=[0, 0.4, 20, 0.4])
     packages = range(1, 4) if method == "spvit" else (0, 0, 0)
     kept = [count - 5 - more for count, more in zip(plan.token_counts[1:], packages, strict=True)]
@@ -208,8 +208,8 @@ class TestLoss:
         made = mctf.methods.make_method(method, {"ratio_weight": 3.0})
         decisions = self.decisions()
 
-        def loss(lesson: TeacherOutput | None) -> Tensor:
-            branch = Branch(logits, logits, ours, (None, decisions), lesson)
+        def loss(teacher: TeacherOutput | None) -> Tensor:
+            branch = Branch(logits, logits, ours, (None, decisions), teacher)
             return made.extra_loss(nn.Identity(), logits, logits, [branch])
 
         ratio = 3 * ratio_loss(decisions, per_image=method == "dynamic_vit")

@@ -1,5 +1,6 @@
-"""Checkpoints: whole or not there, damage is found out, the one before is used."""
+"""Checkpoints: written atomically, verified when read, the previous one used where the last is damaged."""
 
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,8 @@ import pytest
 import torch
 
 from mctf import MctfError
-from mctf.train import checkpoint
-from mctf.train.checkpoint import Checkpoints, is_whole, read, step_of, write_whole
+from mctf._utils import atomic_write
+from mctf.train.checkpoint import Checkpoints, is_intact, read_checkpoint, step_of
 
 
 def payload(step: int) -> dict[str, Any]:
@@ -18,41 +19,40 @@ def payload(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def three(tmp_path: Path) -> Checkpoints:
-    """Three checkpoints of which all are kept."""
-    made = Checkpoints(tmp_path / "checkpoints", keep=3)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
     for step in (10, 20, 30):
-        made.save(step, payload(step))
-    return made
+        checkpoints.save(step, payload(step))
+    return checkpoints
 
 
-def steps(made: Checkpoints) -> list[int]:
-    return [step_of(path) for path in made.paths()]
+def steps(checkpoints: Checkpoints) -> list[int]:
+    return [step_of(path) for path in checkpoints.paths()]
 
 
-def test_come_back_as_they_were(three: Checkpoints) -> None:
+def test_round_trip(three: Checkpoints) -> None:
     path, damaged = three.newest()
     assert path is not None
     assert damaged == ()
-    found = read(path)
-    assert found["step"] == 30
-    assert torch.equal(found["model"]["weight"], payload(30)["model"]["weight"])
+    state = read_checkpoint(path)
+    assert state["step"] == 30
+    assert torch.equal(state["model"]["weight"], payload(30)["model"]["weight"])
 
 
 def test_the_last_few_are_kept(tmp_path: Path) -> None:
-    made = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (9, 10, 11, 100_000_000):
-        made.save(step, payload(step))
-    assert steps(made) == [100_000_000, 11]
+        checkpoints.save(step, payload(step))
+    assert steps(checkpoints) == [100_000_000, 11]
 
 
-def test_leftovers_and_an_overtaken_past_are_removed(three: Checkpoints) -> None:
+def test_partial_files_and_later_steps_are_removed(three: Checkpoints) -> None:
     (three.folder / "step-00000031.partial").write_bytes(b"half")
     three.save(20, payload(21))
     assert steps(three) == [20, 10]
     assert len(list(three.folder.iterdir())) == 2
     path, _ = three.newest()
     assert path is not None
-    assert read(path)["step"] == 21
+    assert read_checkpoint(path)["step"] == 21
 
 
 def cut(path: Path) -> None:
@@ -70,22 +70,22 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, empty, flip])
-def test_a_damaged_one_is_passed_over(three: Checkpoints, damage: Any) -> None:
+def test_a_damaged_checkpoint_is_skipped(three: Checkpoints, damage: Any) -> None:
     last = three.paths()[0]
-    assert is_whole(last)
+    assert is_intact(last)
     damage(last)
-    assert not is_whole(last)
+    assert not is_intact(last)
     path, damaged = three.newest()
     assert path is not None
     assert step_of(path) == 20
-    assert damaged == (f"{last} is damaged, its content does not have the checksum of its name",)
+    assert damaged == (f"{last} is damaged: its content does not match the checksum in its name",)
 
 
-def test_none_at_all_is_none_and_all_damaged_is_an_error(three: Checkpoints, tmp_path: Path) -> None:
+def test_no_checkpoint_is_none_and_all_damaged_is_an_error(three: Checkpoints, tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "nowhere").newest() == (None, ())
     for path in three.paths():
         cut(path)
-    with pytest.raises(MctfError, match=r"no checkpoint in .* is whole: start again in another folder"):
+    with pytest.raises(MctfError, match=r"no checkpoint in .* is intact: start again in another folder"):
         three.newest()
 
 
@@ -98,39 +98,42 @@ def small_files() -> Any:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_earlier_ones(three: Checkpoints, small_files: None) -> None:
+def test_a_full_disk_keeps_the_earlier_checkpoints(three: Checkpoints, small_files: None) -> None:
     with pytest.raises(MctfError, match=r"step 40 cannot be written \(.+\), that of step 30 is intact: make room"):
         three.save(40, payload(40))
     assert steps(three) == [30, 20, 10]
-    assert all(is_whole(path) for path in three.paths())
+    assert all(is_intact(path) for path in three.paths())
     assert len(list(three.folder.iterdir())) == 3
 
 
-def test_a_full_disk_at_the_first(tmp_path: Path, small_files: None) -> None:
+def test_a_full_disk_at_the_first_checkpoint(tmp_path: Path, small_files: None) -> None:
     with pytest.raises(MctfError, match="there is no earlier one"):
         Checkpoints(tmp_path).save(1, payload(1))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(MctfError, match="cannot be written"):
         Checkpoints(tmp_path / "file" / "checkpoints").save(1, payload(1))
 
 
-def test_the_name_comes_after_the_content_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    real_sync, real_replace = checkpoint.os.fsync, checkpoint.os.replace
-    monkeypatch.setattr(checkpoint.os, "fsync", lambda handle: (done.append("sync"), real_sync(handle)))
-    monkeypatch.setattr(checkpoint.os, "replace", lambda *paths: (done.append("rename"), real_replace(*paths)))
+def test_content_is_flushed_before_and_the_folder_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("sync"), sync(handle)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
     Checkpoints(tmp_path).save(1, payload(1))
-    assert done == ["sync", "rename", "sync"]
+    atomic_write(tmp_path / "weights", b"content", sync=True)
+    assert calls == ["sync", "rename", "sync"] * 2
 
 
-def test_other_files_are_whole_or_as_they_were(tmp_path: Path, small_files: None) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, small_files: None) -> None:
     path = tmp_path / "weights"
-    write_whole(path, b"before")
-    with pytest.raises(MctfError, match=r"weights cannot be written \(.+\): choose another --output"):
-        write_whole(path, bytes(30_000))
+    atomic_write(path, b"before")
+    with pytest.raises(MctfError, match=r"weights cannot be written \(.+\): choose another file"):
+        atomic_write(path, bytes(30_000))
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]

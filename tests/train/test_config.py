@@ -1,5 +1,7 @@
-"""Recipes: read from files and words, and refused with everything that is wrong."""
+"""Recipes: parsed from files and text, refused with everything that is wrong, written and read back."""
 
+import math
+import shlex
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 
 from mctf import MctfError
+from mctf.train.build import resume_command
 from mctf.train.config import Recipe, read_recipe, read_toml
 
 BASIC = {"model": "test_vit", "data": "images"}
@@ -18,29 +21,22 @@ def refusal(**values: Any) -> str:
     return str(caught.value)
 
 
-def test_words_and_typed_values_mean_the_same() -> None:
+def test_text_and_typed_values_are_equivalent() -> None:
     typed = {"r": 0.35, "lr": 1, "batch": 8, "image_size": [96, 128], "blocks": [3, 6], "evaluate_r": [0, 16, "fast"]}
-    words = {
-        "r": "0.35",
-        "lr": "1",
-        "batch": "8",
-        "image_size": "96x128",
-        "blocks": "3,6",
-        "evaluate_r": "0, 16,fast",
-    }
-    words["evaluate_r"] = "0,16,fast"
-    assert read_recipe(BASIC | typed) == read_recipe(BASIC | words)
-    assert read_recipe(BASIC | words).image_size == (96, 128)
+    text = {"r": "0.35", "lr": "1", "batch": "8", "image_size": "96x128", "blocks": "3,6", "evaluate_r": "0, 16,fast"}
+    assert read_recipe(BASIC | typed) == read_recipe(BASIC | text)
+    assert read_recipe(BASIC | text).image_size == (96, 128)
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"), [("16", 16), ("fast", "fast"), ([0, 4, 0.5], (0, 4, 0.5)), ("0,4", (0, 4))]
+    ("given", "parsed"),
+    [("16", 16), ("1e-1", 0.1), ("fast", "fast"), ([0, 4, 0.5], (0, 4, 0.5)), ("0,4", (0, 4))],
 )
-def test_r_is_what_fuse_takes(given: Any, meant: Any) -> None:
-    assert read_recipe(BASIC | {"r": given}).r == meant
+def test_r_accepts_what_fuse_accepts(given: Any, parsed: Any) -> None:
+    assert read_recipe(BASIC | {"r": given}).r == parsed
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     message = refusal(
         model="", batch=0, lr="fast", augmentation="week", compile="yes", wieghts="x", weights="nowhere.pt"
     )
@@ -61,67 +57,115 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     [
         ({"batch": True}, "batch = True: expected a whole number"),
         ({"batch": 1.5}, "batch = 1.5: expected a whole number"),
+        ({"lr": math.inf}, "lr = inf: expected a number above 0"),
+        ({"lr": "nan"}, "lr = 'nan': expected a number above 0"),
         ({"smoothing": 1.5}, "smoothing = 1.5: expected a number 0 or more, at most 1"),
+        ({"color_jitter": 1}, "color_jitter = 1: expected a number 0 or more, below 1"),
+        ({"smallest_crop": 0.5, "augmentation": "none"}, "smallest_crop needs random crops: choose augmentation"),
+        ({"color_jitter": 0.3, "augmentation": "none"}, "color_jitter is part of the random augmentation"),
+        ({"r": [0, 8], "blocks": [1]}, "r has one amount per block: omit blocks"),
         ({"r": -1}, "r=-1 is negative"),
-        ({"r": "lots"}, "'lots' is no known preset"),
-        ({"evaluate_r": ""}, "evaluate_r"),
+        ({"r": "lots"}, "'lots'"),
+        ({"evaluate_r": ""}, "evaluate_r = '': "),
         ({"evaluate_r": [[1, 2]]}, "expected several r"),
-        ({"blocks": "a"}, "expected numbers of blocks"),
-        ({"image_size": "1x2x3"}, "expected a size"),
+        ({"blocks": "a"}, "blocks 'a' is not a list of block numbers"),
+        ({"image_size": "1x2x3"}, "image size '1x2x3' is not a size"),
+        ({"image_size": ""}, "image size '' is not a size"),
         ({"method_options": 3}, "expected a table"),
         ({"method": "mctv"}, "unknown method 'mctv': did you mean 'mctf'"),
         ({"method_options": {"poling": "size"}}, "has no option 'poling': did you mean 'pooling'"),
-        ({"method": "none"}, "consistency compares two amounts of fusing"),
-        ({"r": 0}, "consistency compares two amounts of fusing"),
+        ({"method": "none"}, "consistency compares two amounts of fusion"),
+        ({"r": 0}, "consistency compares two amounts of fusion"),
         ({"lighter_r": 17}, "lighter_r = 17 is above r = 16"),
-        ({"lighter_r": 3, "r": "fast"}, "lighter_r counts tokens"),
+        ({"lighter_r": 3, "r": "fast"}, "lighter_r is a number of tokens"),
         ({"method": "none", "objective": "cross-entropy", "blocks": "3"}, "belong to a method that fuses"),
-        ({"warmup_epochs": 30}, "warmup_epochs = 30 leaves nothing of epochs = 30"),
+        ({"warmup_epochs": 30}, "warmup_epochs = 30 takes all of epochs = 30"),
         ({"min_lr": 1.0}, "min_lr = 1 is above lr"),
         ({"teacher_weights": __file__}, "teacher_weights without a teacher"),
         ({"weights": __file__, "random_weights": True}, "exclude each other"),
+        ({"model": "hf:google/vit"}, "model = 'hf:google/vit': only timm models can be fine-tuned"),
+        ({"output": "runs/\udcff"}, "expected text in UTF-8"),
     ],
 )
-def test_what_makes_no_sense_is_refused(values: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_refused(values: dict[str, Any], message: str) -> None:
     assert message in refusal(**values)
 
 
-def test_a_plain_model_trains_by_cross_entropy() -> None:
+def test_the_unfused_model_trains_by_cross_entropy() -> None:
     for values in ({"method": "none"}, {"r": 0}):
         read_recipe(BASIC | values | {"objective": "cross-entropy"})
 
 
+def test_the_old_spelling_of_color_is_accepted() -> None:
+    assert read_recipe(BASIC | {"colour_jitter": 0.3}).color_jitter == 0.3
+
+
 class TestToml:
-    def test_a_recipe_writes_itself_and_is_read_again(self, tmp_path: Path) -> None:
-        made = read_recipe(
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "plain",
+            'a "quoted" name',
+            "it's",
+            "\U0001f600",
+            "new\nline",
+            "\x7f\x01\t",
+            "C:\\dir\\n",
+            "# [x] = ",
+            "ü $(x) ;",
+        ],
+    )
+    def test_any_path_survives(self, tmp_path: Path, name: str) -> None:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        recipe = read_recipe(BASIC | {"output": folder / "out", "data": name, "validation": folder})
+        path = folder / "recipe.toml"
+        path.write_text(recipe.as_toml(), encoding="utf-8", newline="")
+        assert read_recipe(read_toml(path)) == recipe
+        config = shlex.split(resume_command(folder, world_size=2))[-2]
+        assert read_recipe(read_toml(Path(config))) == recipe
+
+    def test_values_survive(self, tmp_path: Path) -> None:
+        options = {"pooling": "size", "tau_sim": 0.5, "bidirectional": False}
+        recipe = read_recipe(
             BASIC
-            | {"output": tmp_path, "r": [0, 2, 3], "method_options": {"pooling": "size", "tau_sim": 0.5}, "lr": 1e-5}
-            | {"clip": 1.0, "classes": __file__, "data": 'a "quoted" name', "compile": True}
+            | {"output": tmp_path, "r": [0, 2, 3], "method_options": options | {"tau_info": None}, "lr": 1e-5}
+            | {"clip": 1e22, "classes": __file__, "compile": True, "image_size": 96, "evaluate_r": [0, 0.5, "fast"]}
         )
+        assert recipe.method_options == options
         path = tmp_path / "recipe.toml"
-        path.write_text(made.as_toml())
-        assert read_recipe(read_toml(path)) == made
+        path.write_text(recipe.as_toml())
+        assert read_recipe(read_toml(path)) == recipe
+
+    def test_infinity_and_nan_have_the_spelling_of_toml(self, tmp_path: Path) -> None:
+        recipe = read_recipe(BASIC)
+        object.__setattr__(recipe, "method_options", {"a": math.inf, "b": -math.inf, "c": math.nan})
+        path = tmp_path / "recipe.toml"
+        path.write_text(recipe.as_toml())
+        options = read_toml(path)["method_options"]
+        assert (options["a"], options["b"], math.isnan(options["c"])) == (math.inf, -math.inf, True)
 
     def test_hyphens_count_as_underscores(self, tmp_path: Path) -> None:
         path = tmp_path / "recipe.toml"
-        path.write_text('model = "test_vit"\ndata = "x"\nweight-decay = 0.1\n')
-        assert read_recipe(read_toml(path)).weight_decay == 0.1
+        path.write_text('model = "test_vit"\ndata = "x"\nweight-decay = 0.1\ncolour-jitter = 0.3\n')
+        recipe = read_recipe(read_toml(path))
+        assert (recipe.weight_decay, recipe.color_jitter) == (0.1, 0.3)
 
-    @pytest.mark.parametrize(("content", "message"), [(b"a = ", "is no TOML file"), (b"\xff\xfe", "is no TOML file")])
-    def test_other_files_are_refused(self, tmp_path: Path, content: bytes, message: str) -> None:
+    @pytest.mark.parametrize("content", [b"a = ", b"\xff\xfe"])
+    def test_other_files_are_refused(self, tmp_path: Path, content: bytes) -> None:
         path = tmp_path / "recipe.toml"
         path.write_bytes(content)
-        with pytest.raises(MctfError, match=message):
+        with pytest.raises(MctfError, match="is not a TOML file"):
             read_toml(path)
         with pytest.raises(MctfError, match="cannot be read"):
             read_toml(tmp_path / "nowhere.toml")
 
 
-def test_what_decides_a_run_is_all_but_where_and_how_it_is_kept() -> None:
-    made = read_recipe(BASIC)
-    assert replace(made, output=Path("elsewhere"), log_steps=7, workers=3).decisive() == made.decisive()
-    assert replace(made, lr=1e-4).decisive() != made.decisive()
-    free = {each.name for each in fields(Recipe) if not each.metadata["decides"]}
+def test_the_fingerprint_covers_what_the_weights_depend_on() -> None:
+    recipe = read_recipe(BASIC)
+    assert replace(recipe, output=Path("elsewhere"), log_steps=7, workers=3).fingerprint() == recipe.fingerprint()
+    assert replace(recipe, lr=1e-4).fingerprint() != recipe.fingerprint()
+    free = {each.name for each in fields(Recipe) if not each.metadata["affects_weights"]}
     assert free == {
         *("validation", "workers", "device", "threads", "output"),
         *("save_steps", "save_epochs", "keep", "log_steps", "evaluate_r"),
@@ -129,12 +173,25 @@ def test_what_decides_a_run_is_all_but_where_and_how_it_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "expected"),
-    [("mctf", (0, 4, 8, 12, 16, 20)), ("none", (0, 4, 8, 12, 16, 20)), ("dynamic_vit", (0, 0.3)), ("a_vit", (0, 1))],
+    ("method", "r", "objective", "evaluate_r"),
+    [
+        ("mctf", 16, "consistency", (0, 4, 8, 12, 16, 20)),
+        ("dynamic_vit", 0.3, "cross-entropy", (0, 0.3)),
+        ("spvit", 0.34, "cross-entropy", (0, 0.34)),
+        ("evo_vit", 0.5, "consistency", (0, 0.5)),
+        ("a_vit", 1, "cross-entropy", (0, 1)),
+    ],
 )
-def test_the_evaluation_at_the_end_suits_the_method(method: str, expected: tuple[float, ...]) -> None:
-    objective = "cross-entropy"
-    assert read_recipe({**BASIC, "method": method, "objective": objective}).evaluate_r == expected
+def test_defaults_depend_on_the_method(method: str, r: Any, objective: str, evaluate_r: tuple[Any, ...]) -> None:
+    recipe = read_recipe(BASIC | {"method": method})
+    assert (recipe.r, recipe.objective, recipe.evaluate_r) == (r, objective, evaluate_r)
+    chosen = read_recipe(BASIC | {"method": method, "r": 0.2, "evaluate_r": "0.2"})
+    assert (chosen.r, chosen.evaluate_r) == (0.2, (0.2,))
+
+
+def test_consistency_is_refused_for_methods_trained_for_one_r() -> None:
+    message = refusal(method="dynamic_vit", objective="consistency")
+    assert "dynamic_vit has a loss of its own, for one amount of fusion: omit objective" in message
 
 
 def test_every_option_has_a_help_text() -> None:
@@ -145,6 +202,6 @@ RECIPES = sorted(Path(__file__).parents[2].glob("recipes/**/*.toml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_of_the_repository_can_be_read(path: Path) -> None:
+def test_recipes_of_the_repository_are_valid(path: Path) -> None:
     recipe = read_recipe(read_toml(path) | {"data": "images.zip"})
     assert recipe.model in path.read_text()

@@ -1,4 +1,4 @@
-"""Several processes: each image is evaluated by exactly one, and all of them count."""
+"""Several processes: each image is evaluated by exactly one, and the results cover all of them."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_shares_are_a_partition(pictures: Path, world: int) -> None:
+def test_shards_are_a_partition(pictures: Path, world: int) -> None:
     dataset = open_dataset(pictures).for_model(2)
     shards = [dataset.shard(rank, world) for rank in range(world)]
     assert sorted(name for shard in shards for name in shard.names) == sorted(dataset.names)
@@ -41,15 +41,10 @@ def test_more_processes_than_images(pictures: Path) -> None:
         open_dataset(pictures).shard(0, 9)
 
 
-def test_a_process_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with init_distributed(CPU) as processes:
-        assert (processes.rank, processes.world_size, processes.is_main, processes.is_distributed) == (
-            0,
-            1,
-            True,
-            False,
-        )
+    with init_distributed(CPU) as context:
+        assert (context.rank, context.world_size, context.is_main, context.is_distributed) == (0, 1, True, False)
         assert all_gather_object("mine") == ["mine"]
         assert broadcast_object("mine") == "mine"
 
@@ -59,7 +54,7 @@ def rows(output: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_eval_in_two_processes_finds_what_one_finds(
+def test_eval_in_two_processes_equals_eval_in_one(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (pictures / "cat" / "0.png").unlink()  # seven images: the shares are unequal
@@ -74,4 +69,4 @@ def test_eval_in_two_processes_finds_what_one_finds(
     assert (one["processes"], two["processes"]) == (1, 2)
     for ours, theirs in zip(one["rows"], two["rows"], strict=True):
         for name in ("r", "top1", "top5", "agreement", "kl", "kl_error", "class_cosine", "gflops"):
-            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name  # batches are cut otherwise
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name  # other batches, other rounding

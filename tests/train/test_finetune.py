@@ -1,8 +1,8 @@
-"""`mctf finetune` as people call it: alone and in two processes, killed and resumed, interrupted, refused."""
+"""`mctf finetune`: in one process and in two, interrupted, killed and resumed, refused with one line."""
 
 import csv
 import json
-import random
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -13,9 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.command_line import Command
 from helpers.torchrun import Running, run_together, run_torchrun, write_stripes
-from mctf.train.logging import read_log
-
-STEPS = 30
+from helpers.train_feeds import read_log
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +30,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> C
 
 
 def arguments(place: Path, output: Path, *more: object, batch: int = 16) -> list[object]:
-    """Of a run of 30 steps with everything in it that could make a difference after a stop."""
+    """A run of 30 steps with every option whose state a checkpoint must cover."""
     tiny = ["test_vit", "--random-weights", "--image-size", 64, "-r", 2, "--batch", batch, "--device", "cpu"]
     course = ["--epochs", 5, "--lr", 1e-3, "--drop-path", 0.1, "--ema", 0.9, "--augmentation", "weak"]
     keeping = ["--data", place / "train", "--output", output, "--save-steps", 5, "--log-steps", 1]
@@ -45,7 +43,7 @@ def steps_logged(output: Path) -> int:
 
 
 def result(output: Path) -> tuple[dict[str, bytes], list[list[str]]]:
-    """All weights as bytes, and the log but for its times."""
+    """All weights as bytes, and the log without its times."""
     weights = {
         f"{name} {key}": value.numpy().tobytes()
         for name in ("model.safetensors", "model-raw.safetensors")
@@ -55,48 +53,56 @@ def result(output: Path) -> tuple[dict[str, bytes], list[list[str]]]:
         return weights, [row[:3] + row[4:] for row in csv.reader(file)]
 
 
-def assert_same(found: Path, expected: Path) -> None:
+def assert_same(actual: Path, expected: Path) -> None:
     """The same weights bit for bit, the same log line for line."""
-    assert result(found)[1] == result(expected)[1]
-    assert result(found)[0] == result(expected)[0]
+    assert result(actual)[1] == result(expected)[1]
+    assert result(actual)[0] == result(expected)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_stopped_at_any_step_and_resumed_it_ends_the_same(
-    place: Path, tmp_path: Path, run: Command, number: signal.Signals
+def resume_arguments(printed: str) -> list[str]:
+    """The arguments of `mctf` in the command that an interrupted run prints."""
+    words = shlex.split(printed.partition("to continue: ")[2])
+    return words[words.index("mctf") + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [(signal.SIGTERM, 7), *(pytest.param(signal.SIGKILL, step, marks=pytest.mark.slow) for step in (1, 4, 13))],
+)
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
+    place: Path, tmp_path: Path, run: Command, number: signal.Signals, step: int
 ) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole, stopped = tmp_path / "whole", tmp_path / 'it\'s \U0001f600 "$HOME" ;'
     assert run(*arguments(place, whole)).code == 0
     running = Running(["finetune", *arguments(place, stopped)], folder=tmp_path)
-    step = random.SystemRandom().randrange(1, STEPS // 2)
     running.wait_until(lambda: steps_logged(stopped) >= step)
     running.send(number)
     if number == signal.SIGTERM:
         assert running.codes() == [128 + number]
-        assert f"to go on: mctf finetune --config {stopped}/recipe.toml --resume" in running.output()
+        again = resume_arguments(running.output())
+        assert again == ["finetune", "--config", f"{stopped}/recipe.toml", "--resume"]
     else:
         assert running.codes() == [-number]
-    outcome = run("--config", stopped / "recipe.toml", "--resume")
+        again = ["finetune", "--config", str(stopped / "recipe.toml"), "--resume"]
+    outcome = run(*again[1:])
     assert outcome.code == 0, outcome.err
     assert_same(stopped, whole)
 
 
 @pytest.mark.slow
-def test_two_processes_interrupted_killed_and_resumed_end_the_same(place: Path, tmp_path: Path) -> None:
+def test_two_processes_interrupted_killed_and_resumed_equal_an_uninterrupted_run(place: Path, tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_together(["finetune", *arguments(place, whole, batch=8)], world=2, folder=tmp_path)
-    again: list[object] = ["finetune", "--config", stopped / "recipe.toml", "--resume"]
 
     running = Running(["finetune", *arguments(place, stopped, batch=8)], world=2, folder=tmp_path)
-    step = random.SystemRandom().randrange(1, STEPS // 3)
-    running.wait_until(lambda: steps_logged(stopped) >= step)
-    running.processes[1].send_signal(signal.SIGTERM)  # the other hears of it
+    running.wait_until(lambda: steps_logged(stopped) >= 6)
+    running.processes[1].send_signal(signal.SIGTERM)  # rank 0 stops with it
     assert running.codes() == [128 + signal.SIGTERM] * 2, running.output()
-    assert f"to go on: torchrun --nproc-per-node 2 -m mctf finetune --config {stopped}/recipe" in running.output()
+    assert "to continue: torchrun --nproc-per-node 2 -m mctf finetune --config " in running.output()
+    again = resume_arguments(running.output())
 
     running = Running(again, world=2, folder=tmp_path)
-    step = steps_logged(stopped) + random.SystemRandom().randrange(1, STEPS // 3)
+    step = steps_logged(stopped) + 4
     running.wait_until(lambda: steps_logged(stopped) >= step)
     running.send(signal.SIGKILL)
     assert running.codes() == [-signal.SIGKILL] * 2
@@ -104,25 +110,32 @@ def test_two_processes_interrupted_killed_and_resumed_end_the_same(place: Path, 
     assert_same(stopped, whole)
 
 
+def test_two_processes_under_torchrun(place: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    options = ["--epochs", 2, "--augmentation", "none", "--validation", place / "val", "--evaluate-r", "0,2"]
+    done = run_torchrun(["finetune", *arguments(place, output, *options, batch=8)], world=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("weights: ") == 1  # rank 0 alone prints
+    assert "batch 8 x 2, cpu" in done.stdout
+    evaluation = json.loads((output / "evaluation.json").read_text())
+    assert evaluation["images"] == 20
+    assert [row["r"] for row in evaluation["rows"]] == [0, 2]
+    assert [row["step"] for row in read_log(output)] == list(range(1, 13))
+
+
 @pytest.mark.slow
-def test_two_processes_under_torchrun_learn(place: Path, tmp_path: Path) -> None:
+def test_two_processes_learn(place: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     options = ["--epochs", 12, "--lr", 2e-3, "--augmentation", "none", "--ema", 0.8, "--log-steps", 8]
     options += ["--validation", place / "val", "--evaluate-r", "0,2"]
-    done = run_torchrun(["finetune", *arguments(place, output, *options, batch=8)], world=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("weights: ") == 1  # one process speaks for both
-    assert "batch 8 x 2, cpu" in done.stdout
-    found = json.loads((output / "evaluation.json").read_text())
-    assert found["images"] == 20
-    assert [row["r"] for row in found["rows"]] == [0, 2]
-    assert all(row["top1"] >= 75 for row in found["rows"])  # chance is 25
-    rows = read_log(output / "log.csv")
-    assert rows[-1]["step"] == 72
+    run_together(["finetune", *arguments(place, output, *options, batch=8)], world=2, folder=tmp_path)
+    evaluation = json.loads((output / "evaluation.json").read_text())
+    assert all(row["top1"] >= 75 for row in evaluation["rows"])  # chance is 25
+    rows = read_log(output)
     assert rows[-1]["total"] < rows[0]["total"] / 2
 
 
-def test_leaves_weights_for_eval_and_refuses_to_start_over(
+def test_eval_reads_the_weights_and_a_used_folder_is_refused(
     place: Path, tmp_path: Path, run: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "run"
@@ -147,41 +160,40 @@ def test_leaves_weights_for_eval_and_refuses_to_start_over(
     ours, theirs = json.loads((output / "evaluation.json").read_text())["rows"], json.loads(again.out)["rows"]
     assert [row["top1"] for row in ours] == [row["top1"] for row in theirs]
 
-    assert "holds a run already: add --resume to go on, or name another --output" in run.refusal(*short)
+    assert "holds a run already: add --resume to continue it, or name another --output" in run.refusal(*short)
     assert "epochs = 1 there, 2 here" in run.refusal(*short, "--epochs", 2, "--resume")
     (tmp_path / "other.toml").write_text((output / "recipe.toml").read_text().replace("test_vit", "test_vit2"))
     other = run.refusal("--config", tmp_path / "other.toml", "--resume")
-    assert "the checkpoint is of another run (model = 'test_vit' there, 'test_vit2' here)" in other
+    assert "the checkpoint belongs to another run (model = 'test_vit' there, 'test_vit2' here)" in other
 
 
-def test_plain_training_and_a_teacher_are_settings_of_the_same_command(
-    place: Path, tmp_path: Path, run: Command
-) -> None:
+def test_unfused_training_with_a_teacher(place: Path, tmp_path: Path, run: Command) -> None:
     teacher = tmp_path / "teacher.safetensors"
     save_file(timm.create_model("test_vit2", num_classes=4).state_dict(), teacher)
-    plain = ["--method", "none", "--objective", "cross-entropy", "--epochs", 1, "--no-progress"]
-    plain += ["--teacher", "test_vit2", "--teacher-weights", teacher, "--json"]
-    outcome = run(*arguments(place, tmp_path / "run", *plain))
+    options = ["--method", "none", "--objective", "cross-entropy", "--epochs", 1, "--no-progress"]
+    options += ["--teacher", "test_vit2", "--teacher-weights", teacher, "--json"]
+    outcome = run(*arguments(place, tmp_path / "run", *options))
     assert outcome.code == 0, outcome.err
-    found = json.loads(outcome.out)
-    assert (found["model"], found["steps"], found["rows"]) == ("test_vit", 6, [])
-    assert found["recipe"]["objective"] == "cross-entropy"
-    row = read_log(tmp_path / "run" / "log.csv")[0]
-    assert row["teaching"] > 0
-    assert (row["lighter"], row["distance"]) == (None, None)
+    facts = json.loads(outcome.out)
+    assert (facts["model"], facts["steps"], facts["rows"]) == ("test_vit", 6, [])
+    assert facts["recipe"]["objective"] == "cross-entropy"
+    row = read_log(tmp_path / "run")[0]
+    assert row["distillation"] > 0
+    assert (row["lighter_cross_entropy"], row["distance"]) == (None, None)
 
 
-def test_options_of_the_method_and_a_bar(place: Path, tmp_path: Path, run: Command) -> None:
+def test_options_of_the_method_and_progress_bars(place: Path, tmp_path: Path, run: Command) -> None:
     more = ["--epochs", 1, "--option", "pooling=size", "--option", "tau_sim=0.5", "--option", "bidirectional=false"]
     outcome = run(*arguments(place, tmp_path / "run", *more, "--progress"))
     assert outcome.code == 0, outcome.err
     assert "images/s" in outcome.err
+    assert "decoding images" in outcome.err
     text = (tmp_path / "run" / "recipe.toml").read_text()
     assert text.endswith('[method_options]\npooling = "size"\ntau_sim = 0.5\nbidirectional = false\n')
 
 
 class TestRefuses:
-    def test_everything_at_once(self, place: Path, tmp_path: Path, run: Command) -> None:
+    def test_all_errors_at_once(self, place: Path, tmp_path: Path, run: Command) -> None:
         (tmp_path / "recipe.toml").write_text('model = "test_vit"\nbatch = 0\nepochz = 3\n')
         line = run.refusal("--config", tmp_path / "recipe.toml", "--lr", "high", "--weights", "nowhere.pt")
         for part in ("batch = 0", "no option epochz: did you mean 'epochs'", "lr = 'high'", "weights = 'nowhere.pt'"):
@@ -197,11 +209,21 @@ class TestRefuses:
             (["--config", "nowhere.toml"], "nowhere.toml cannot be read"),
             (["--device", "abacus"], "device 'abacus' cannot be used"),
             (["--batch", "1000"], "1000"),
+            (["-r", "1e5x"], "1e5x"),
+            (["--color-jitter", "1"], "color_jitter = '1': expected a number 0 or more, below 1"),
+            (["--colour-jitter", "2"], "color_jitter = '2': expected"),
+            (["--image-size", ""], "image size '' is not a size"),
             (["--frobnicate"], "--frobnicate"),
         ],
     )
     def test_bad_options(self, place: Path, tmp_path: Path, run: Command, options: list[str], words: str) -> None:
         assert words in run.refusal(*arguments(place, tmp_path / "run", *options))
+
+    def test_a_model_of_transformers_is_refused_before_it_is_loaded(
+        self, place: Path, tmp_path: Path, run: Command
+    ) -> None:
+        line = run.refusal("hf:nowhere", "--data", place / "train", "--output", tmp_path / "run")
+        assert "model = 'hf:nowhere': only timm models can be fine-tuned" in line
 
     def test_a_missing_data_folder_and_weights_of_another_model(
         self, place: Path, tmp_path: Path, run: Command

@@ -1,4 +1,4 @@
-"""Fine-tuning methods that learn layers of their own: what the engine trains, keeps and leaves, and where it ends."""
+"""Fine-tuning of learned methods: their layers are trained, averaged, saved, resumed and evaluated."""
 
 import copy
 import json
@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import mctf
 from helpers.command_line import Command
 from helpers.models import make, make_images
 from helpers.torchrun import run_together, write_stripes
@@ -24,30 +23,26 @@ from helpers.train_feeds import (
     killing_at,
     make_recipe,
     make_trainer,
+    read_log,
     same,
     weights_of,
 )
-from mctf import MctfError
 from mctf.api import find_stack
 from mctf.data import Batch
 from mctf.evaluation.evaluate import Setting, evaluate
 from mctf.methods._layers import UntrainedWarning, stashed_layers
-from mctf.train.build import assemble_around
-from mctf.train.config import read_recipe
+from mctf.train.build import build_around
 from mctf.train.engine import Trainer
-from mctf.train.finalize import finished_model, write_weights
-from mctf.train.logging import read_log
-from mctf.train.teachers import Original
-from mctf.train.two_branch import run_branch, run_branches
+from mctf.train.finalize import final_model, write_weights
+from mctf.train.teachers import OriginalModel
+from mctf.train.two_branch import run_branch
 
-METHODS = ["dynamic_vit", "spvit"]
-BASIC = {"model": "test_vit", "data": "images"}
+METHODS = ["dynamic_vit", pytest.param("spvit", marks=pytest.mark.slow)]
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
 @pytest.fixture(autouse=True)
-def _no_complaints() -> Any:
-    """Training says nothing of untrained layers: it is there to train them."""
+def _no_warning_of_untrained_layers() -> Any:
     with warnings.catch_warnings(action="error", category=UntrainedWarning):
         yield
 
@@ -58,7 +53,7 @@ class TestEngine:
         trainer = make_trainer(tmp_path, method=method, r=0.4, ema=0.5)
         before = weights_of(trainer)
         finish(trainer)
-        after, average = weights_of(trainer), trainer.average.module.state_dict()
+        after, average = weights_of(trainer), trainer.ema.module.state_dict()
         layers = [name for name in before if name.startswith("token_reduction.")]
         assert {name.split(".")[1] for name in layers} == {"1", "2", "3"}
         assert all(not torch.equal(before[name], after[name]) for name in layers)
@@ -67,8 +62,8 @@ class TestEngine:
 
     def test_layers_have_a_learning_rate_of_their_own(self, tmp_path: Path, method: str) -> None:
         trainer = make_trainer(tmp_path, method=method, r=0.4, lr=1e-4, layers_lr=2e-2, warmup_epochs=0)
-        assert trainer.schedule.set(0) == pytest.approx(1e-4)  # what is logged is the model's
-        groups = trainer.optimiser.param_groups
+        assert trainer.schedule.set(0) == pytest.approx(1e-4)  # the logged rate is that of the model
+        groups = trainer.optimizer.param_groups
         own = {id(parameter) for parameter in trainer.model.token_reduction.parameters()}
         for group in groups:
             inside = {id(parameter) in own for parameter in group["params"]}
@@ -78,7 +73,7 @@ class TestEngine:
         assert counted == len(list(trainer.model.parameters()))
         assert {group["weight_decay"] for group in groups if id(group["params"][0]) in own} == {0, 0.05}
 
-    def test_stopped_and_resumed_it_ends_the_same(self, tmp_path: Path, method: str) -> None:
+    def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(self, tmp_path: Path, method: str) -> None:
         options = {"method": method, "r": 0.4, "ema": 0.9, "features": {"drop_path_rate": 0.1}}
         torch.manual_seed(0)
         expected = finish(make_trainer(tmp_path / "whole", **options))
@@ -92,15 +87,15 @@ class TestEngine:
         assert resumed.step == 4
         assert same(finish(resumed), expected)
 
-    def test_leaves_weights_and_layers(self, tmp_path: Path, method: str) -> None:
+    def test_weights_and_layers_are_the_result(self, tmp_path: Path, method: str) -> None:
         trainer = make_trainer(tmp_path, method=method, r=0.4, ema=0.5)
         finish(trainer)
-        expected = {name: value.clone() for name, value in trainer.average.module.state_dict().items()}
+        expected = {name: value.clone() for name, value in trainer.ema.module.state_dict().items()}
         assert same(load_file(write_weights(trainer)), expected)
-        model = finished_model(trainer)
+        model = final_model(trainer)
         assert find_stack(model) is None
         assert stashed_layers(model).keys() == {name for name in expected if name.startswith("token_reduction.")}
-        assert same(load_file(write_weights(trainer)), expected)  # unfused, it still knows its layers
+        assert same(load_file(write_weights(trainer)), expected)  # the unfused model has them stashed
         batch = Batch(make_images(model, 4), torch.arange(4))
         assert evaluate(model, [batch], [Setting(method, 0.4)]).notes == ()
 
@@ -109,25 +104,13 @@ class TestEngine:
         assert all(value.isfinite().all() for value in finish(trainer).values())
         assert trainer.step == 1
 
-    def test_adds_the_loss_of_the_method(self, tmp_path: Path, method: str) -> None:
+    def test_the_loss_of_the_method_is_added(self, tmp_path: Path, method: str) -> None:
         trainer = make_trainer(tmp_path, method=method, r=0.4)
         images, labels = Stripes().make(0, 0)
         trainer.model.train()
         losses = trainer.objective(images, labels, None, None)
         assert losses.extra > 0
-        torch.testing.assert_close(losses.total, losses.answers + losses.extra)
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_branches_know_what_the_method_carried(checkpointed: bool) -> None:
-    model = mctf.fuse(make("plain"), "evo_vit")
-    model.set_grad_checkpointing(checkpointed)
-    inside = []
-    for branch in run_branches(model, make_images(model, 2), 0.25):
-        assert [carry is None for carry in branch.carries] == [False] * 4
-        inside.append(branch.carries[-1].chosen.assignment.count)
-    assert inside == [1 + 32, 1 + 48]
-    assert run_branch(mctf.unfuse(model), make_images(model, 2)).carries == ()
+        torch.testing.assert_close(losses.total, losses.cross_entropy + losses.extra)
 
 
 def test_evo_vit_trains_with_consistency(tmp_path: Path) -> None:
@@ -142,54 +125,26 @@ class TestOriginal:
         plain = make("plain", num_classes=4)
         images, _ = Stripes().make(0, 0)
         finish(trainer)
-        lesson = trainer.objective.original(images)
+        outputs = trainer.objective.original(images)
         with torch.no_grad():
-            torch.testing.assert_close(lesson.logits, plain(images))
-            torch.testing.assert_close(lesson.tokens, plain.forward_features(images))
+            torch.testing.assert_close(outputs.logits, plain(images))
+            torch.testing.assert_close(outputs.tokens, plain.forward_features(images))
         assert not any(name.startswith("original") for name in trainer.objective.state_dict())
 
-    def test_keeps_its_answers_where_it_does_not_know_the_classes(self) -> None:
+    def test_has_no_logits_for_other_classes(self) -> None:
         images, _ = Stripes().make(0, 0)
-        assert Original(make("plain"), knows_classes=False)(images).logits is None
+        assert OriginalModel(make("plain"), same_classes=False)(images).logits is None
 
-    @pytest.mark.parametrize(("knows", "taught"), [(True, True), (False, False)])
-    def test_of_a_classifier_made_anew_teaches_tokens_alone(self, tmp_path: Path, knows: bool, taught: bool) -> None:
+    @pytest.mark.parametrize("same_classes", [True, False])
+    def test_with_a_new_classifier_its_tokens_are_the_only_target(self, tmp_path: Path, same_classes: bool) -> None:
         recipe = make_recipe(tmp_path, method="dynamic_vit", r=0.4)
-        trainer = assemble_around(make("plain", num_classes=4), Stripes(), recipe, ALONE, knows_classes=knows)
-        assert trainer.objective.original.knows_classes is taught
+        trainer = build_around(make("plain", num_classes=4), Stripes(), recipe, ALONE, same_classes=same_classes)
+        assert trainer.objective.original.same_classes is same_classes
 
     @pytest.mark.parametrize("options", [{"method": "dynamic_vit", "random_weights": True}, {"method": "mctf"}])
-    def test_is_not_made_where_it_teaches_nothing(self, tmp_path: Path, options: dict[str, Any]) -> None:
+    def test_is_absent_where_nothing_can_be_learned_from_it(self, tmp_path: Path, options: dict[str, Any]) -> None:
         trainer = make_trainer(tmp_path, r=0.4, **options)
         assert trainer.objective.original is None
-
-
-class TestRecipe:
-    @pytest.mark.parametrize(
-        ("method", "r", "objective", "evaluate_r"),
-        [
-            ("mctf", 16, "consistency", (0, 4, 8, 12, 16, 20)),
-            ("dynamic_vit", 0.3, "cross-entropy", (0, 0.3)),
-            ("spvit", 0.34, "cross-entropy", (0, 0.34)),
-            ("evo_vit", 0.5, "consistency", (0, 0.5)),
-            ("none", 16, "consistency", (0, 4, 8, 12, 16, 20)),
-        ],
-    )
-    def test_what_is_left_open_suits_the_method(
-        self, method: str, r: Any, objective: str, evaluate_r: tuple[Any, ...]
-    ) -> None:
-        if method == "none":
-            recipe = read_recipe(BASIC | {"method": method, "objective": "cross-entropy"})
-            assert (recipe.r, recipe.evaluate_r) == (r, evaluate_r)
-            return
-        recipe = read_recipe(BASIC | {"method": method})
-        assert (recipe.r, recipe.objective, recipe.evaluate_r) == (r, objective, evaluate_r)
-        chosen = read_recipe(BASIC | {"method": method, "r": 0.2, "evaluate_r": "0.2"})
-        assert (chosen.r, chosen.evaluate_r) == (0.2, (0.2,))
-
-    def test_consistency_is_refused_where_one_r_is_learned(self) -> None:
-        with pytest.raises(MctfError, match="dynamic_vit has a loss of its own, for one amount of fusing"):
-            read_recipe(BASIC | {"method": "dynamic_vit", "objective": "consistency"})
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +164,7 @@ def arguments(place: Path, output: Path, method: str, *more: object) -> list[obj
 
 
 @every_method
-def test_the_command_trains_and_eval_reads_what_it_leaves(
+def test_eval_reproduces_the_evaluation_of_finetune(
     place: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "run"
@@ -231,21 +186,21 @@ def test_the_command_trains_and_eval_reads_what_it_leaves(
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_same_layers(place: Path, tmp_path: Path) -> None:
+def test_layers_train_in_two_processes(place: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     run_together(["finetune", *arguments(place, output, "spvit", "--batch", 4)], world=2, folder=tmp_path)
     layers = [value for name, value in load_file(output / "model.safetensors").items() if "token_reduction" in name]
     assert layers
     assert all(value.isfinite().all() for value in layers)
-    assert all(row["extra"] > 0 for row in read_log(output / "log.csv"))
+    assert all(row["extra"] > 0 for row in read_log(output))
 
 
 @pytest.fixture(scope="module")
 def expert() -> nn.Module:
-    """A tiny model that knows the stripes."""
+    """A tiny model trained on the stripes."""
     model = make("plain", num_classes=4)
     recipe = make_recipe(Path("nowhere"), method="none", objective="cross-entropy", epochs=1)
-    finish_unsaved(assemble_around(model, Stripes(batch=16, steps=60), recipe, ALONE))
+    finish_unsaved(build_around(model, Stripes(batch=16, steps=60), recipe, ALONE))
     return model.eval()
 
 
@@ -256,27 +211,27 @@ def finish_unsaved(trainer: Trainer) -> None:
 
 @pytest.mark.slow
 @every_method
-def test_training_ends_near_the_shares_to_be_kept(expert: nn.Module, tmp_path: Path, method: str) -> None:
+def test_training_reaches_the_planned_keep_ratios(expert: nn.Module, tmp_path: Path, method: str) -> None:
     # the tokens of so small a model change so much with every patch that their term would outweigh all others
     options = {"ratio_weight": 200, "token_weight": 0}
     recipe = make_recipe(
         tmp_path, method=method, r=0.2, epochs=1, lr=1e-5, min_lr=1e-6, layers_lr=5e-3, method_options=options
     )
     torch.manual_seed(1)
-    trainer = assemble_around(copy.deepcopy(expert), Stripes(batch=16, steps=160, seed=3), recipe, ALONE)
+    trainer = build_around(copy.deepcopy(expert), Stripes(batch=16, steps=160, seed=3), recipe, ALONE)
     images, labels = Stripes(batch=256, steps=1, seed=9).make(0, 0)
     assert max(misses(trainer.model, images)) > 0.1
     finish_unsaved(trainer)
     assert max(misses(trainer.model, images)) < 0.03
     with torch.no_grad():
-        answers = trainer.model.eval()(images).argmax(dim=1)
-    assert (answers == labels).float().mean() > 0.9
+        predictions = trainer.model.eval()(images).argmax(dim=1)
+    assert (predictions == labels).float().mean() > 0.9
 
 
 def misses(model: nn.Module, images: Tensor) -> list[float]:
-    """How far the shares kept after each stage are from those to be kept."""
+    """Distance of the keep ratio of each stage from its target."""
     torch.manual_seed(0)
-    decisions = run_branch(model.train(), images).carries[-1]
+    decisions = run_branch(model.train(), images).method_states[-1]
     return [
         abs(float(kept.detach().mean()) - target)
         for kept, target in zip(decisions.kept, decisions.targets, strict=True)

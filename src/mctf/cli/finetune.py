@@ -1,7 +1,8 @@
 """`mctf finetune`: train a model that fuses tokens, in one process or under torchrun."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,39 +11,36 @@ import click
 
 from .._utils import plural
 from ..errors import MctfError
-from ..train.config import Recipe, read_recipe, read_toml, switch
+from ..train.config import OLD_NAMES, Recipe, flag, read_recipe, read_toml
 from .options import json_option, options_option, parse_options
 from .output import give_json, say_nothing
 from .progress import progress, steps_bar, ticking
 
 if TYPE_CHECKING:
+    from ..data import Progress
     from ..evaluation.evaluate import Evaluation
     from ..train.engine import Trainer
 
 _SHORT = {"r": "-r", "method": "-m", "output": "-o"}
-_APART = ("method_options",)  # given as --option
 
 
 def _recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """One option for each field of a recipe. They are taken as words: the recipe reads them, and says all errors."""
+    """One option per field of a recipe. Values stay text: the recipe parses them and reports all errors at once."""
+    for old in OLD_NAMES:
+        command = click.option("--" + old.replace("_", "-"), old, hidden=True)(command)
     for each in reversed(fields(Recipe)):
-        if each.name in _APART:
+        if each.name == "method_options":  # given as --option
             continue
-        flag = "--" + each.name.replace("_", "-")
-        help_text = each.metadata["help"] + _default_text(each.default)
-        if each.metadata["read"] is switch:
-            command = click.option(f"{flag}/--no-{flag[2:]}", default=None, help=help_text)(command)
+        name, parser, default = "--" + each.name.replace("_", "-"), each.metadata["parser"], each.default
+        help_text = each.metadata["help"]
+        if default is not None and default is not False and default != "":
+            help_text += f"  [default: {default}]"
+        if parser is flag:
+            command = click.option(f"{name}/--no-{name[2:]}", default=None, help=help_text)(command)
         else:
             short = [_SHORT[each.name]] if each.name in _SHORT else []
-            command = click.option(*short, flag, each.name, metavar=each.metadata["read"].kind, help=help_text)(command)
+            command = click.option(*short, name, each.name, metavar=parser.metavar, help=help_text)(command)
     return command
-
-
-def _default_text(default: Any) -> str:
-    if default is None or default is False or default == "":
-        return ""
-    shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
-    return f"  [default: {shown}]"
 
 
 @click.command(
@@ -56,8 +54,10 @@ Examples:
 """,
 )
 @click.argument("name", metavar="[MODEL]", required=False)
-@click.option("--config", type=click.Path(path_type=Path), help="TOML file of these options; others given win.")
-@click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output, if there is one.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="Recipe: a TOML file of these options, which override it."
+)
+@click.option("--resume", is_flag=True, help="Continue from the last checkpoint in --output, if there is one.")
 @_recipe_options
 @options_option
 @click.option("--progress/--no-progress", "bar", default=None, help="Progress bar; on a terminal by default.")
@@ -71,10 +71,10 @@ def command(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Fine-tune the timm model MODEL so that it loses nothing by fusing tokens (token reduction consistency).
+    """Fine-tune the timm model MODEL for token fusion (token reduction consistency).
 
     The output folder gets checkpoints, log.csv, TensorBoard's events, recipe.toml and, at the end,
-    model.safetensors for mctf eval --weights. Interrupted, it saves and says how to go on.
+    model.safetensors for mctf eval --weights. On SIGTERM or Ctrl-C it saves and prints the command that resumes.
     """
     values = {} if config is None else read_toml(config)
     values |= {option: value for option, value in given.items() if value is not None}
@@ -90,82 +90,99 @@ def _finetune(recipe: Recipe, *, resume: bool, bar: bool | None, as_json: bool) 
 
     from ..distributed import init_distributed
     from ..evaluation.environment import pick_device
-    from ..train.build import begin
+    from ..train.build import start_run
 
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    with init_distributed(pick_device(recipe.device)) as processes:
-        say = click.echo if processes.is_main and not as_json else say_nothing
-        wanted = bar if processes.is_main else False
-        with progress(f"preparing {recipe.model}", wanted=wanted):
-            trainer, notes = begin(recipe, processes, resume=resume)
+    with init_distributed(pick_device(recipe.device)) as distributed:
+        echo = click.echo if distributed.is_main and not as_json else say_nothing
+        show_bar = bar if distributed.is_main else False
+        with _start_bars(recipe.model, show_bar) as on_decoding:
+            trainer, notes = start_run(recipe, distributed, resume=resume, on_decoding=on_decoding)
         for line in (_summary(trainer), *notes):
-            say(line)
-        signal = _train(trainer, wanted, say)
-        found = None if signal else _finish(trainer, wanted, say)
-    if processes.is_main and not signal:
-        _report(trainer, found, as_json)
+            echo(line)
+        signal = _train(trainer, show_bar, echo)
+        evaluation = None if signal else _finalize(trainer, show_bar, echo)
+    if distributed.is_main and not signal:
+        _report(trainer, evaluation, as_json)
     if signal:
-        sys.exit(128 + signal)  # as shells expect of what a signal ended
+        sys.exit(128 + signal)  # the shell's convention for a process that a signal ended
 
 
-def _train(trainer: "Trainer", wanted: bool | None, say: Callable[[str], None]) -> int:
-    """Training itself, with a bar; where a signal interrupts it, says how to go on and gives its number, else 0."""
+@contextmanager
+def _start_bars(model: str, show_bar: bool | None) -> "Iterator[Progress]":
+    """A bar without a total while a run is built; the yielded callback replaces it by one for decoding."""
+    tick: Callable[..., None] | None = None
+    shown = 0
+    with ExitStack() as bars:
+
+        def on_decoding(done: int, total: int) -> None:
+            nonlocal tick, shown
+            if tick is None:
+                bars.close()
+                tick = bars.enter_context(progress("decoding images", total, wanted=show_bar))
+            tick(done - shown)
+            shown = done
+
+        bars.enter_context(progress(f"preparing {model}", wanted=show_bar))
+        yield on_decoding
+
+
+def _train(trainer: "Trainer", show_bar: bool | None, echo: Callable[[str], None]) -> int:
+    """Train with a progress bar; returns the signal that stopped the run, 0 for none."""
     import torch
 
-    from ..train.build import carry_on, how_to_resume
+    from ..train.build import resume_command, train
     from ..train.signals import StoppedError
 
-    recipe, world = trainer.recipe, trainer.processes.world_size
-    images = recipe.batch * recipe.accumulate * world
-    lines = say if trainer.processes.is_main else None
+    recipe, distributed = trainer.recipe, trainer.distributed
+    images = recipe.batch * recipe.accumulate * distributed.world_size
+    lines = echo if distributed.is_main else None
     try:
-        with steps_bar(trainer.steps.total, done=trainer.step, images=images, wanted=wanted, lines=lines) as on_step:
-            carry_on(trainer, on_step)
+        with steps_bar(trainer.steps.total, done=trainer.step, images=images, wanted=show_bar, lines=lines) as on_step:
+            train(trainer, on_step)
     except StoppedError as stopped:
-        if trainer.processes.is_main:
-            how = how_to_resume(recipe.output, world)
-            click.echo(f"mctf: stopped after step {stopped.step}, all saved; to go on: {how}", err=True)
+        if distributed.is_main:
+            resume = resume_command(recipe.output, distributed.world_size)
+            click.echo(f"mctf: stopped after step {stopped.step}, all saved; to continue: {resume}", err=True)
         return stopped.number
     except torch.OutOfMemoryError:
         raise MctfError(
-            f"{trainer.processes.device} has too little memory for batches of {recipe.batch}: "
+            f"{distributed.device} has too little memory for batches of {recipe.batch}: "
             "lower --batch and raise --accumulate"
         ) from None
     if trainer.feed.skipped:
-        say(f"{trainer.feed.skipped} unreadable images were skipped")
+        echo(f"{plural(trainer.feed.skipped, 'unreadable image')} skipped")
     return 0
 
 
-def _finish(trainer: "Trainer", wanted: bool | None, say: Callable[[str], None]) -> "Evaluation | None":
-    """Writes the weights, and evaluates them where there are images for it."""
-    from ..train.finalize import evaluate_finished, finished_model, write_weights
+def _finalize(trainer: "Trainer", show_bar: bool | None, echo: Callable[[str], None]) -> "Evaluation | None":
+    """Write the weights, and evaluate them where there are validation images."""
+    from ..train.finalize import evaluate_final, final_model, write_weights
 
-    if trainer.processes.is_main:
-        say(f"weights: {write_weights(trainer)}")
+    if trainer.distributed.is_main:
+        echo(f"weights: {write_weights(trainer)}")
 
-    def watched(batches: Any, total: int) -> Any:
-        with progress("evaluating", total, wanted=wanted) as tick:
+    def with_bar(batches: Any, total: int) -> Any:
+        with progress("evaluating", total, wanted=show_bar) as tick:
             yield from ticking(batches, tick)
 
-    return evaluate_finished(finished_model(trainer), trainer, watched)
+    return evaluate_final(final_model(trainer), trainer, with_bar)
 
 
 def _summary(trainer: "Trainer") -> str:
-    recipe, steps, world = trainer.recipe, trainer.steps, trainer.processes.world_size
+    recipe, steps, world = trainer.recipe, trainer.steps, trainer.distributed.world_size
     parameters = sum(each.numel() for each in trainer.model.parameters()) / 1e6
-    fusing = f"{recipe.method} r={recipe.r}" if recipe.fuses else "plain"
-    batch = " x ".join(
-        str(part) for part in (recipe.batch, recipe.accumulate, world) if part > 1 or part is recipe.batch
-    )
+    fusion = f"{recipe.method} r={recipe.r}" if recipe.fuses else "unfused"
+    batch = " x ".join([str(recipe.batch), *(str(factor) for factor in (recipe.accumulate, world) if factor > 1)])
     return (
-        f"{recipe.model} ({parameters:.1f} M parameters), {fusing}, {recipe.objective}: "
-        f"{plural(recipe.all_epochs, 'epoch')} of {plural(steps.per_epoch, 'step')}, batch {batch}, "
-        f"{trainer.processes.device}"
+        f"{recipe.model} ({parameters:.1f} M parameters), {fusion}, {recipe.objective}: "
+        f"{plural(recipe.total_epochs, 'epoch')} of {plural(steps.per_epoch, 'step')}, batch {batch}, "
+        f"{trainer.distributed.device}"
     )
 
 
-def _report(trainer: "Trainer", found: "Evaluation | None", as_json: bool) -> None:
+def _report(trainer: "Trainer", evaluation: "Evaluation | None", as_json: bool) -> None:
     """The evaluation, if any, as JSON beside the weights and as a table; with --json, one object on stdout."""
     from ..evaluation.environment import command_line, commit, describe_device, versions
 
@@ -174,20 +191,20 @@ def _report(trainer: "Trainer", found: "Evaluation | None", as_json: bool) -> No
         "model": recipe.model,
         "output": str(recipe.output),
         "steps": trainer.step,
-        "processes": trainer.processes.world_size,
-        "recipe": recipe.decisive(),
-        "device": describe_device(trainer.processes.device),
+        "processes": trainer.distributed.world_size,
+        "recipe": recipe.fingerprint(),
+        "device": describe_device(trainer.distributed.device),
         "versions": versions(),
         "commit": commit(),
         "command": command_line(),
-        "data": None if found is None else str(recipe.validation),
-        "images": None if found is None else found.images,
-        "notes": [] if found is None else list(found.notes),
-        "rows": [] if found is None else [asdict(row) for row in found.rows],
+        "data": None if evaluation is None else str(recipe.validation),
+        "images": None if evaluation is None else evaluation.images,
+        "notes": [] if evaluation is None else list(evaluation.notes),
+        "rows": [] if evaluation is None else [asdict(row) for row in evaluation.rows],
     }
-    give_json(facts, file=None if found is None else recipe.output / "evaluation.json", as_json=as_json)
-    if found is not None and not as_json:
+    give_json(facts, file=None if evaluation is None else recipe.output / "evaluation.json", as_json=as_json)
+    if evaluation is not None and not as_json:
         from .tables import print_rows
 
-        title = f"{recipe.model} on {plural(found.images, 'image')} of {recipe.validation}"
-        print_rows(found.rows, title=title, notes=found.notes)
+        title = f"{recipe.model} on {plural(evaluation.images, 'image')} of {recipe.validation}"
+        print_rows(evaluation.rows, title=title, notes=evaluation.notes)

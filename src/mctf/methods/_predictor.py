@@ -118,19 +118,21 @@ class PredictorMethod(Method):
     def make_layer(self, shape: BlockShape) -> nn.Module:
         """The predictor before one block."""
 
-    def extra_loss(self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Any]) -> Tensor:
+    def extra_loss(
+        self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Any], *, infer: Any = None
+    ) -> Tensor:
         """The loss beside the cross-entropy; see `ExtraLoss` in `mctf.train.objective`."""
         branch = branches[0]
-        decisions: Decisions | None = branch.carries[-1]
+        decisions: Decisions | None = branch.method_states[-1]
         if decisions is None:
             return branch.logits.new_zeros(())
         loss = self.ratio_weight * ratio_loss(decisions, per_image=self.ratio_per_image)
-        lesson = branch.lesson
-        if lesson is None:
+        teacher = branch.teacher
+        if teacher is None:
             return loss
-        if lesson.logits is not None:
-            loss = loss + self.answer_weight * divergence(branch.logits, lesson.logits)
-        return loss + self.token_weight * token_distance(branch.tokens, lesson.tokens, decisions.now)
+        if teacher.logits is not None:
+            loss = loss + self.answer_weight * divergence(branch.logits, teacher.logits)
+        return loss + self.token_weight * token_distance(branch.tokens, teacher.tokens, decisions.now)
 
 
 def ones_for(x: Tensor) -> Tensor:

@@ -132,9 +132,11 @@ class AViT(Adaptive):
         """The running means, one per input token."""
         return None if method_state is None else method_state.output.to(x.dtype)
 
-    def extra_loss(self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Any]) -> Tensor:
+    def extra_loss(
+        self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Any], *, infer: Any = None
+    ) -> Tensor:
         """The loss beside the cross-entropy; see `ExtraLoss` in `mctf.train.objective`."""
-        state: Halting | None = branches[0].carries[-1]
+        state: Halting | None = branches[0].method_states[-1]
         if state is None:
             return branches[0].logits.new_zeros(())
         prior = prior_divergence(torch.stack(state.scores), self.centre)

@@ -27,8 +27,7 @@ Choices where the public facts end:
 Axes: B images, N tokens, n patches that entered, C channels, H heads, d channels per head.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -154,19 +153,18 @@ class IARED2(Adaptive):
         share = (kept & patches).sum(dim=1) / policy.patches
         return (kept & present) | (present & ~patches), Decision(ctx.index, share, log_probability)
 
-    def extra_loss(self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Any]) -> Tensor:
+    def extra_loss(
+        self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Any], *, infer: Callable[[], Any]
+    ) -> Tensor:
         """The loss beside the cross-entropy; see `ExtraLoss` in `mctf.train.objective`."""
-        from ..train.two_branch import run_branch
-
-        drawn = branches[0]
-        policy: Policy | None = drawn.carries[-1]
+        sampled = branches[0]
+        policy: Policy | None = sampled.method_states[-1]
         if policy is None:
-            return drawn.logits.new_zeros(())
-        with torch.no_grad(), _evaluating(model):
-            greedy = run_branch(model, images)
-        inferred = greedy.carries[-1].kept()
+            return sampled.logits.new_zeros(())
+        greedy = infer()
+        inferred = greedy.method_states[-1].kept()
         shift = inferred.mean() - policy.kept().mean()
-        advantage = self.reward(drawn.logits, policy.kept() + shift, labels)
+        advantage = self.reward(sampled.logits, policy.kept() + shift, labels)
         advantage = advantage - self.reward(greedy.logits, inferred, labels)
         return -self.weight * (advantage * policy.log_probability()).mean()
 
@@ -207,15 +205,3 @@ class Interpreter(nn.Module):
         """Multiply-adds for so many tokens."""
         width = channels // heads * heads
         return tokens * (NORM - 1) * channels + (tokens + 1) * channels * width + tokens * width
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """While open, the model is in evaluation mode; then every module gets its own mode back."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

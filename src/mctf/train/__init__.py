@@ -1,1 +1,1 @@
-"""Fine-tuning fused models: the loss for anyone's own loop (`consistency`), and an engine that runs a recipe."""
+"""Fine-tuning of fused models: the loss for any training loop (`consistency`), and an engine that runs a recipe."""

@@ -1,5 +1,6 @@
-"""From a recipe to a run that is ready to go: model, images, teacher, optimiser, objective."""
+"""From a recipe to a run: model, images, teachers, optimizer, objective; from the first step or a checkpoint."""
 
+import shlex
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,209 +9,182 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from .._utils import plural
+from .._utils import atomic_write, plural
 from ..api import fuse, fused_stack
 from ..data import Feed, FeedOptions, Preprocessing, Progress, make_feed, open_dataset
 from ..distributed import DistributedContext, broadcast_object
 from ..errors import MctfError
 from ..methods._layers import UntrainedWarning
 from ..models.loading import create, load_model
-from .checkpoint import Checkpoints, write_whole
+from .checkpoint import Checkpoints
 from .compile import compile_blocks
 from .config import Recipe
 from .consistency import Consistency
 from .engine import OnStep, Trainer
-from .logging import Logs
+from .logging import Logs, check_tensorboard
 from .objective import Objective
-from .optimizer import Schedule, Steps, make_optimiser
-from .signals import interruptible
-from .teachers import Distillation, Original, Teacher
+from .optimizer import LRSchedule, Steps, make_optimizer
+from .signals import catch_signals
+from .teachers import Distillation, OriginalModel, Teacher
+
+RECIPE_FILE = "recipe.toml"
 
 
-def assemble(recipe: Recipe, processes: DistributedContext, *, on_decoding: Progress | None = None) -> Trainer:
-    """A run at its first step. on_decoding: told while images are decoded into memory, how many of how many."""
-    torch.manual_seed(recipe.seed)
-    model: Any = load_student(recipe)
-    preprocessing = Preprocessing.of(model)
-    feed = _feed(recipe, preprocessing, processes, on_decoding)
-    if recipe.validation is not None:
-        open_dataset(
-            recipe.validation, class_to_idx=feed.class_to_idx
-        )  # other classes are better known now than at the end
-    knows_classes = model.num_classes == feed.num_classes
-    if not knows_classes:
-        model.reset_classifier(feed.num_classes)
-    return assemble_around(model, feed, recipe, processes, preprocessing=preprocessing, knows_classes=knows_classes)
-
-
-def assemble_around(
-    model: nn.Module,
-    feed: Feed,
+def start_run(
     recipe: Recipe,
-    processes: DistributedContext,
+    distributed: DistributedContext,
     *,
-    preprocessing: Preprocessing | None = None,
-    knows_classes: bool = True,
-) -> Trainer:
-    """The same for a plain model and a feed of one's own.
-
-    preprocessing: of the feed's images, for a teacher. knows_classes: whether the model's classifier is one for the
-    classes of the feed already.
-    """
-    steps = Steps(feed.steps(), recipe.accumulate, recipe.all_epochs)
-    if steps.total == 0:
-        raise MctfError(f"{feed.num_images} images are too few for one step of this size: lower batch or accumulate")
-    model.to(processes.device)
-    if recipe.channels_last:
-        model.to(memory_format=torch.channels_last)
-    teacher = _teacher(recipe, preprocessing or Preprocessing.of(model), feed.num_classes, processes)
-    original = _original(recipe, model, knows_classes=knows_classes)
-    if recipe.fuses:
-        with warnings.catch_warnings(action="ignore", category=UntrainedWarning):
-            fuse(model, recipe.method, r=recipe.r, blocks=recipe.blocks, **recipe.method_options)
-    # after fusing, so that a method's own layers are averaged and trained as well
-    average = None if recipe.ema is None else ModelEmaV3(model, decay=recipe.ema, use_warmup=True)
-    optimiser = make_optimiser(model, recipe)
-    objective = _objective(recipe, model, original)
-    if recipe.compile:
-        compile_blocks(model)
-    return Trainer(
-        recipe=recipe,
-        processes=processes,
-        feed=feed,
-        steps=steps,
-        model=model,
-        objective=objective,
-        optimiser=optimiser,
-        schedule=Schedule(optimiser, recipe, per_epoch=steps.per_epoch),
-        checkpoints=Checkpoints(recipe.output / "checkpoints", recipe.keep),
-        average=average,
-        teacher=teacher,
-    )
-
-
-def load_student(recipe: Recipe) -> nn.Module:
-    """The model to train; random weights follow from torch's seed."""
-    options = {"drop_path_rate": recipe.drop_path} if recipe.drop_path else {}
-    if recipe.random_weights:
-        return create(recipe.model, image_size=recipe.image_size, **options)
-    return load_model(recipe.model, weights=recipe.weights, image_size=recipe.image_size, **options)
-
-
-def _feed(
-    recipe: Recipe, preprocessing: Preprocessing, processes: DistributedContext, on_decoding: Progress | None
-) -> Feed:
-    options = FeedOptions(
-        batch=recipe.batch,
-        image_size=preprocessing.image_size,
-        mean=preprocessing.mean,
-        std=preprocessing.std,
-        interpolation=preprocessing.interpolation,
-        seed=recipe.seed,
-        augmentation=recipe.augmentation,  # type: ignore[arg-type]
-        smallest_crop=recipe.smallest_crop,
-        color_jitter=recipe.colour_jitter,
-        repeated=recipe.repeated,
-        workers=recipe.workers,
-        in_memory=recipe.in_memory,  # type: ignore[arg-type]
-        on_corrupt=recipe.on_corrupt,  # type: ignore[arg-type]
-    )
-    return make_feed(
-        recipe.data,
-        options=options,
-        device=processes.device,
-        rank=processes.rank,
-        world_size=processes.world_size,
-        classes=recipe.classes,
-        progress=on_decoding if processes.is_main else None,
-    )
-
-
-def _teacher(recipe: Recipe, seen_by: Preprocessing, classes: int, processes: DistributedContext) -> Teacher | None:
-    if recipe.teacher is None:
-        return None
-    model = load_model(recipe.teacher, weights=recipe.teacher_weights).to(processes.device)
-    if recipe.compile:
-        model.compile()
-    return Teacher(model, seen_by=seen_by, classes=classes)
-
-
-def _original(recipe: Recipe, model: nn.Module, *, knows_classes: bool) -> Original | None:
-    """The plain model as it is, for a method that learns from it; random weights teach nothing."""
-    method = recipe.made_method()
-    if method is None or not method.learns_from_original or recipe.random_weights:
-        return None
-    original = Original(model, knows_classes=knows_classes)
-    if recipe.compile:
-        original.model.compile()
-    return original
-
-
-def _objective(recipe: Recipe, model: nn.Module, original: Original | None) -> Objective:
-    """What the model is trained for."""
-    consistency = extra = None
-    if recipe.fuses:
-        extra = getattr(fused_stack(model).method, "extra_loss", None)
-    if recipe.objective == "consistency":
-        consistency = Consistency(
-            weight=recipe.consistency,
-            confidence=recipe.confidence,
-            smoothing=recipe.smoothing,
-            up_to=recipe.lighter_r,
-        )
-    distillation = None
-    if recipe.teacher is not None:
-        distillation = Distillation(weight=recipe.teaching, temperature=recipe.temperature)
-    return Objective(
-        model,
-        consistency=consistency,
-        smoothing=recipe.smoothing,
-        distillation=distillation,
-        extra=extra,
-        original=original,
-    )
-
-
-# MERGED from mctf.train.build:
-# A run from its first step, or from where it stopped, to its last.
-
-RECIPE = "recipe.toml"
-
-
-def begin(
-    recipe: Recipe, processes: DistributedContext, *, resume: bool = False, on_decoding: Progress | None = None
+    resume: bool = False,
+    on_decoding: Progress | None = None,
 ) -> tuple[Trainer, list[str]]:
-    """A run that is ready to go, and what to know of it. It has written its recipe into its folder.
+    """A run that is ready to train, and notes for the user. It has written its recipe into its folder.
 
-    resume: go on from the last checkpoint in the recipe's folder, or start where there is none: a command under
-    torchrun that always says so survives a restart. Without it, a folder with checkpoints is refused.
+    resume: continue from the last checkpoint in the recipe's folder, or start where there is none, so that one command
+    under torchrun survives restarts. Without it, a folder with checkpoints is refused.
     """
-    found = broadcast_object(bool(Checkpoints(recipe.output / "checkpoints").paths()))
-    if found and not resume:
-        raise MctfError(f"{recipe.output} holds a run already: add --resume to go on, or name another --output")
-    trainer = assemble(recipe, processes, on_decoding=on_decoding)
+    check_tensorboard()
+    recipe_file = recipe.as_toml().encode()
+    occupied = broadcast_object(bool(Checkpoints(recipe.output / "checkpoints").paths()))
+    if occupied and not resume:
+        raise MctfError(f"{recipe.output} holds a run already: add --resume to continue it, or name another --output")
+    trainer = build_trainer(recipe, distributed, on_decoding=on_decoding)
     notes = [f"{trainer.feed.note}, {plural(trainer.feed.num_classes, 'class', 'classes')}"]
     if resume:
         notes += trainer.resume()
     if trainer.step:
-        notes.append(f"goes on after step {trainer.step} of {trainer.steps.total}")
-    if processes.is_main:
-        write_whole(recipe.output / RECIPE, recipe.as_toml().encode())
+        notes.append(f"continues after step {trainer.step} of {trainer.steps.total}")
+    if distributed.is_main:
+        try:
+            recipe.output.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise MctfError(
+                f"{recipe.output} cannot be created ({failure.strerror}): choose another --output"
+            ) from None
+        atomic_write(recipe.output / RECIPE_FILE, recipe_file, sync=True)
     return trainer, notes
 
 
-def carry_on(trainer: Trainer, on_step: OnStep) -> None:
-    """All steps that are left, logged; see `Trainer.run` for how it may end before."""
-    logs = Logs(trainer.recipe.output, done=trainer.step) if trainer.processes.is_main else None
+def train(trainer: Trainer, on_step: OnStep) -> None:
+    """All remaining steps, logged; `Trainer.run` lists the exceptions."""
+    logs = Logs(trainer.recipe.output, done=trainer.step) if trainer.distributed.is_main else None
     try:
-        with interruptible() as interruption:
-            trainer.run(interruption, logs, on_step)
+        with catch_signals() as stop:
+            trainer.run(stop, logs, on_step)
     finally:
         if logs is not None:
             logs.close()
 
 
-def how_to_resume(output: Path, world: int) -> str:
-    """The command that goes on with a run."""
-    start = "mctf" if world == 1 else f"torchrun --nproc-per-node {world} -m mctf"
-    return f"{start} finetune --config {output / RECIPE} --resume"
+def resume_command(output: Path, world_size: int) -> str:
+    """The shell command that continues a run."""
+    launcher = ["mctf"] if world_size == 1 else ["torchrun", "--nproc-per-node", str(world_size), "-m", "mctf"]
+    return shlex.join([*launcher, "finetune", "--config", str(output / RECIPE_FILE), "--resume"])
+
+
+def build_trainer(recipe: Recipe, distributed: DistributedContext, *, on_decoding: Progress | None = None) -> Trainer:
+    """A run at its first step. on_decoding: called while images are decoded into memory."""
+    torch.manual_seed(recipe.seed)
+    options = {"drop_path_rate": recipe.drop_path} if recipe.drop_path else {}
+    model: Any
+    if recipe.random_weights:
+        model = create(recipe.model, image_size=recipe.image_size, **options)
+    else:
+        model = load_model(recipe.model, weights=recipe.weights, image_size=recipe.image_size, **options)
+    preprocessing = Preprocessing.of(model)
+    feed = make_feed(
+        recipe.data,
+        options=FeedOptions(
+            batch=recipe.batch,
+            image_size=preprocessing.image_size,
+            mean=preprocessing.mean,
+            std=preprocessing.std,
+            interpolation=preprocessing.interpolation,
+            seed=recipe.seed,
+            augmentation=recipe.augmentation,  # type: ignore[arg-type]
+            smallest_crop=recipe.smallest_crop,
+            color_jitter=recipe.color_jitter,
+            repeated=recipe.repeated,
+            workers=recipe.workers,
+            in_memory=recipe.in_memory,  # type: ignore[arg-type]
+            on_corrupt=recipe.on_corrupt,  # type: ignore[arg-type]
+        ),
+        device=distributed.device,
+        rank=distributed.rank,
+        world_size=distributed.world_size,
+        classes=recipe.classes,
+        progress=on_decoding if distributed.is_main else None,
+    )
+    if recipe.validation is not None:
+        open_dataset(recipe.validation, class_to_idx=feed.class_to_idx)  # refuses other classes before training
+    same_classes = model.num_classes == feed.num_classes
+    if not same_classes:
+        model.reset_classifier(feed.num_classes)
+    return build_around(model, feed, recipe, distributed, preprocessing=preprocessing, same_classes=same_classes)
+
+
+def build_around(
+    model: nn.Module,
+    feed: Feed,
+    recipe: Recipe,
+    distributed: DistributedContext,
+    *,
+    preprocessing: Preprocessing | None = None,
+    same_classes: bool = True,
+) -> Trainer:
+    """A run at its first step, from an unfused model and a feed.
+
+    preprocessing: of the feed's images, for a teacher. same_classes: whether the model's classifier was trained for the
+    classes of the feed.
+    """
+    steps = Steps(feed.steps(), recipe.accumulate, recipe.total_epochs)
+    if steps.total == 0:
+        raise MctfError(f"{feed.num_images} images are too few for one step of this size: lower batch or accumulate")
+    model.to(distributed.device)
+    if recipe.channels_last:
+        model.to(memory_format=torch.channels_last)
+    teacher = None
+    if recipe.teacher is not None:
+        teacher_model = load_model(recipe.teacher, weights=recipe.teacher_weights).to(distributed.device)
+        if recipe.compile:
+            teacher_model.compile()
+        teacher = Teacher(teacher_model, student=preprocessing or Preprocessing.of(model), classes=feed.num_classes)
+    method, original = recipe.make_method(), None
+    if method is not None and method.learns_from_original and not recipe.random_weights:
+        original = OriginalModel(model, same_classes=same_classes)
+        if recipe.compile:
+            original.model.compile()
+    if method is not None:
+        with warnings.catch_warnings(action="ignore", category=UntrainedWarning):
+            fuse(model, recipe.method, r=recipe.r, blocks=recipe.blocks, **recipe.method_options)
+    # after fusing, so that the layers of a learned method are averaged and trained as well
+    ema = None if recipe.ema is None else ModelEmaV3(model, decay=recipe.ema, use_warmup=True)
+    optimizer = make_optimizer(model, recipe)
+    consistency = Consistency(
+        weight=recipe.consistency,
+        confidence=recipe.confidence,
+        smoothing=recipe.smoothing,
+        up_to=recipe.lighter_r,
+    )
+    objective = Objective(
+        model,
+        consistency=consistency if recipe.objective == "consistency" else None,
+        smoothing=recipe.smoothing,
+        distillation=None if teacher is None else Distillation(weight=recipe.teaching, temperature=recipe.temperature),
+        extra=getattr(fused_stack(model).method, "extra_loss", None) if recipe.fuses else None,
+        original=original,
+    )
+    if recipe.compile:
+        compile_blocks(model)
+    return Trainer(
+        recipe=recipe,
+        distributed=distributed,
+        feed=feed,
+        steps=steps,
+        model=model,
+        objective=objective,
+        optimizer=optimizer,
+        schedule=LRSchedule(optimizer, recipe, per_epoch=steps.per_epoch),
+        checkpoints=Checkpoints(recipe.output / "checkpoints", recipe.keep),
+        ema=ema,
+        teacher=teacher,
+    )

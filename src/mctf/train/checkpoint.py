@@ -1,15 +1,12 @@
-"""Checkpoints that are whole or not there, known by their checksum, the one before kept beside the last.
+"""Checkpoints of a run: written atomically, verified by a checksum, the previous one kept beside the last.
 
 A checkpoint is written under a temporary name, flushed to the disk and then renamed. Its name carries the step and a
-checksum of the content, so that nothing beside it can go missing or belong to another file.
+checksum of the content, so that a damaged file is detected without a second file beside it.
 """
 
 import hashlib
 import io
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +15,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
+from .._utils import atomic_file, first_line, plural
 from ..errors import MctfError
 from .config import Recipe
 from .logging import Meters
@@ -28,8 +26,70 @@ _PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
+class RunState:
+    """Collects the state of a run for a checkpoint, and restores it.
+
+    `mctf eval --weights` reads the weights in a checkpoint, averaged ones first. world_size: number of
+    processes, which determines the images of each.
+    """
+
+    recipe: Recipe
+    steps: Steps
+    world_size: int
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    ema: ModelEmaV3 | None
+    meters: Meters
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        state = {
+            "step": step,
+            "recipe": self.recipe.fingerprint(),
+            "world_size": self.world_size,
+            "steps_per_epoch": self.steps.per_epoch,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "meters": self.meters.state_dict(),
+        }
+        if self.ema is not None:
+            state["model_ema"] = self.ema.module.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> int:
+        """Restore the run and return its step; raises MctfError, nothing changed, for a checkpoint of another run."""
+        differences = self._differences(state)
+        if differences:
+            raise MctfError(
+                f"the checkpoint belongs to another run ({'; '.join(differences)}): "
+                "resume with the options of that run, or start in another folder"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.meters.load_state_dict(state["meters"])
+        if self.ema is not None:
+            self.ema.module.load_state_dict(state["model_ema"])
+        return state["step"]
+
+    def _differences(self, state: dict[str, Any]) -> list[str]:
+        if not {"recipe", "world_size", "steps_per_epoch", "optimizer"} <= state.keys():
+            return ["it was not written by this version of mctf finetune"]
+        theirs, ours = state["recipe"], self.recipe.fingerprint()
+        differences = [
+            f"{name} = {theirs.get(name)!r} there, {ours[name]!r} here"
+            for name in ours
+            if theirs.get(name) != ours[name]
+        ]
+        if state["world_size"] != self.world_size:
+            processes = plural(state["world_size"], "process", "processes")
+            differences.append(f"{processes} there, {self.world_size} here")
+        if state["steps_per_epoch"] != self.steps.per_epoch:
+            differences.append(f"{state['steps_per_epoch']} steps per epoch there, {self.steps.per_epoch} here")
+        return differences
+
+
+@dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints in one folder, of which the last `keep` are kept. One process alone writes them."""
+    """The checkpoints in one folder, of which the last `keep` are kept. Only rank 0 writes them."""
 
     folder: Path
     keep: int = 2
@@ -40,69 +100,69 @@ class Checkpoints:
             return []
         return sorted((path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
-    def save(self, step: int, payload: dict[str, Any]) -> Path:
+    def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write a checkpoint; raises MctfError, the earlier ones untouched, where the disk refuses."""
-        partial = self.folder / f"step-{step:08d}{_PARTIAL}"
+        name, digest = f"step-{step:08d}", _digest()
+
+        def path() -> Path:
+            return self.folder / f"{name}-{digest.hexdigest()}.pt"
+
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with written(partial) as file:
-                torch.save(payload, file)
-            path = self.folder / f"step-{step:08d}-{file.checksum()}.pt"
-            os.replace(partial, path)
-            _flush_folder(self.folder)
+            with atomic_file(self.folder / f"{name}{_PARTIAL}", path, sync=True) as file:
+                torch.save(state, _HashedFile(file, digest))  # type: ignore[arg-type]
         except (OSError, RuntimeError) as failure:  # torch reports a failed write as a RuntimeError of its own
-            raise MctfError(self._lost(step, failure)) from None
-        finally:
-            _remove(partial)
-        self._tidy(path)
-        return path
+            intact = next((path for path in self.paths() if is_intact(path)), None)
+            earlier = "there is no earlier one" if intact is None else f"that of step {step_of(intact)} is intact"
+            reason = getattr(failure, "strerror", None) or first_line(failure)
+            raise MctfError(
+                f"the checkpoint of step {step} cannot be written ({reason}), {earlier}: make room, then --resume"
+            ) from None
+        self._prune(path())
+        return path()
 
-    def _lost(self, step: int, failure: Exception) -> str:
-        reason = getattr(failure, "strerror", None) or str(failure).splitlines()[0]
-        whole = next((path for path in self.paths() if is_whole(path)), None)
-        earlier = "there is no earlier one" if whole is None else f"that of step {step_of(whole)} is intact"
-        return f"the checkpoint of step {step} cannot be written ({reason}), {earlier}: make room, then --resume"
-
-    def _tidy(self, last: Path) -> None:
-        """Remove what is older than the last `keep`, leftovers, and steps of a past that was begun again."""
-        overtaken = [path for path in self.paths() if path != last and step_of(path) >= step_of(last)]
-        kept = [path for path in self.paths() if path not in overtaken]
-        for path in (*overtaken, *kept[self.keep :], *self.folder.glob(f"*{_PARTIAL}")):
+    def _prune(self, last: Path) -> None:
+        """Remove all but the last `keep`, partial files, and later steps of a run that was restarted before them."""
+        later = [path for path in self.paths() if path != last and step_of(path) >= step_of(last)]
+        kept = [path for path in self.paths() if path not in later]
+        for path in (*later, *kept[self.keep :], *self.folder.glob(f"*{_PARTIAL}")):
             path.unlink(missing_ok=True)
 
     def newest(self) -> tuple[Path | None, tuple[str, ...]]:
-        """The newest whole checkpoint, and in words which damaged ones lie before it."""
+        """The newest intact checkpoint, and one warning per damaged one after it."""
         damaged: list[str] = []
         for path in self.paths():
-            if is_whole(path):
+            if is_intact(path):
                 return path, tuple(damaged)
-            damaged.append(f"{path} is damaged, its content does not have the checksum of its name")
+            damaged.append(f"{path} is damaged: its content does not match the checksum in its name")
         if damaged:
-            raise MctfError(f"no checkpoint in {self.folder} is whole: start again in another folder, without --resume")
+            raise MctfError(
+                f"no checkpoint in {self.folder} is intact: start again in another folder, without --resume"
+            )
         return None, ()
 
 
 def step_of(path: Path) -> int:
-    matched = _NAME.fullmatch(path.name)
-    if matched is None:
+    match = _NAME.fullmatch(path.name)
+    if match is None:
         raise MctfError(f"{path.name} is not the name of a checkpoint: expected step-NUMBER-CHECKSUM.pt")
-    return int(matched[1])
+    return int(match[1])
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a file has the checksum that its name says."""
-    matched = _NAME.fullmatch(path.name)
-    if matched is None:
+def is_intact(path: Path) -> bool:
+    """Whether the content of a file has the checksum in its name."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
         return False
     digest = _digest()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
-    return digest.hexdigest() == matched[2]
+    return digest.hexdigest() == match[2]
 
 
-def read(path: Path) -> dict[str, Any]:
-    """What a whole checkpoint holds, on the CPU; nothing in it is executed."""
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint, on the CPU; nothing in it is executed."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -110,118 +170,16 @@ def _digest() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=8)
 
 
-class Summed(io.RawIOBase):
-    """A file opened for writing that sums up what passes through."""
+class _HashedFile(io.RawIOBase):
+    """A file opened for writing that updates a digest with its content."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], digest: hashlib.blake2b) -> None:
         self._file = file
-        self._sum = _digest()
+        self._digest = digest
 
     def write(self, data: Any) -> int:
-        self._sum.update(data)
+        self._digest.update(data)
         return self._file.write(data)
 
     def writable(self) -> bool:
         return True
-
-    def checksum(self) -> str:
-        return self._sum.hexdigest()
-
-
-@contextmanager
-def written(path: Path) -> Iterator[Any]:
-    """A file whose content is on the disk when the block ends."""
-    with path.open("wb") as file:
-        summed = Summed(file)
-        yield summed
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is whole or not there; raises MctfError where the disk refuses."""
-    partial = path.with_name(f".{path.name}{_PARTIAL}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written(partial) as file:
-            file.write(content)
-        os.replace(partial, path)
-    except OSError as failure:
-        raise MctfError(f"{path} cannot be written ({failure.strerror}): choose another --output") from None
-    finally:
-        _remove(partial)
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make a rename in this folder last through a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-# MERGED from mctf.train.checkpoint:
-# What a checkpoint of a run holds, and whether it belongs to this run.
-
-
-@dataclass(frozen=True)
-class Snapshots:
-    """Takes the state of a run, and puts it back. `mctf eval --weights` reads the weights in it, averaged ones first.
-
-    world: how many processes there are; they decide which process sees which images.
-    """
-
-    recipe: Recipe
-    steps: Steps
-    world: int
-    model: nn.Module
-    optimiser: torch.optim.Optimizer
-    average: ModelEmaV3 | None
-    meters: Meters
-
-    def take(self, step: int) -> dict[str, Any]:
-        payload = {
-            "step": step,
-            "recipe": self.recipe.decisive(),
-            "world": self.world,
-            "steps_per_epoch": self.steps.per_epoch,
-            "model": self.model.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-            "meters": self.meters.state(),
-        }
-        if self.average is not None:
-            payload["model_ema"] = self.average.module.state_dict()
-        return payload
-
-    def put_back(self, payload: dict[str, Any]) -> int:
-        """The step it was taken after; raises MctfError, nothing changed, where it is of another run."""
-        differences = list(self._differences(payload))
-        if differences:
-            raise MctfError(
-                f"the checkpoint is of another run ({'; '.join(differences)}): "
-                "resume with the options it was made with, or start in another folder"
-            )
-        self.model.load_state_dict(payload["model"])
-        self.optimiser.load_state_dict(payload["optimiser"])
-        self.meters.load(payload["meters"])
-        if self.average is not None:
-            self.average.module.load_state_dict(payload["model_ema"])
-        return payload["step"]
-
-    def _differences(self, payload: dict[str, Any]) -> list[str]:
-        theirs, ours = payload.get("recipe"), self.recipe.decisive()
-        if theirs is None:
-            return ["it was not made by mctf finetune"]
-        names = [name for name in ours if theirs.get(name) != ours[name]]
-        found = [f"{name} = {theirs.get(name)!r} there, {ours[name]!r} here" for name in names]
-        for name, here in (("world", self.world), ("steps_per_epoch", self.steps.per_epoch)):
-            if payload[name] != here:
-                words = {"world": "processes", "steps_per_epoch": "steps an epoch"}[name]
-                found.append(f"{payload[name]} {words} there, {here} here")
-        return found

@@ -1,9 +1,8 @@
 """torch.compile for training, block by block.
 
-r' changes in every step, and so does the number of tokens in every block. A model compiled as a whole would be
-compiled once for each r'. A single block is compiled with r and the number of tokens as variables: all blocks and all
-r' then share a handful of graphs (one without fusing, one for the first fusion, one for the later ones, and a few
-that the compiler adds for 0 and 1).
+r' changes in every step, and with it the number of tokens in every block. A model compiled as a whole would recompile
+for each r'. A single block is compiled with r and the number of tokens as variables, so all blocks and all r' share at
+most eight graphs: without fusion, the first fusion, later fusions, and specializations for 0 and 1.
 """
 
 from collections.abc import Callable
@@ -16,11 +15,11 @@ from ..hosts import find_host
 from ..methods.base import BlockContext, BlockOps, BlockOutput, Method
 from ..stack import FusedStack
 
-_GRAPHS = 256  # blocks that differ in a number, as in their drop-path rate, are compiled one by one
+_MAX_GRAPHS = 256  # blocks that differ in a constant, as in their drop-path rate, have graphs of their own
 
 
 class CompiledMethod:
-    """A method whose `run` is compiled; all else is the method's own."""
+    """A method whose `run` is compiled; other attributes are those of the method."""
 
     def __init__(self, method: Method, *, backend: str | Callable[..., Any]) -> None:
         self._method = method
@@ -36,18 +35,14 @@ class CompiledMethod:
         return f"compiled {self._method}"
 
 
-def _avoid_mixed_reductions() -> None:
-    """Torch 2.11 writes code that fails where rows and columns are summed in one kernel and their number varies."""
-    from torch._inductor import config  # slow to load, and needed by a run that compiles only
+def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile the blocks of a fused or unfused model, in place; mctf.unfuse restores uncompiled blocks."""
+    from torch._inductor import config  # slow to import, needed only by runs that compile
 
     if hasattr(config.triton, "mix_order_reduction"):
+        # torch 2.11 generates invalid code for row and column sums in one kernel under dynamic shapes
         config.triton.mix_order_reduction = False
-
-
-def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the blocks of a plain or fused model, in place; mctf.unfuse gives plain blocks back."""
-    _avoid_mixed_reductions()
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
     container: Any = find_host(model).container
     if isinstance(container, FusedStack):
         container.method = CompiledMethod(container.method, backend=backend)  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""The log of a run, as CSV and, where it is installed, for TensorBoard; a run that goes on repeats no line."""
+"""The log of a run, as CSV and for TensorBoard; a resumed run repeats no line."""
 
 import csv
-import os
+import io
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._utils import atomic_write, optional_import
 from ..errors import MctfError
 from .consistency import Losses
 
 
 @dataclass(frozen=True)
 class Record:
-    """The means over the last steps; what `Losses` names is what it says. None where a term has no part.
+    """One line of the log: means over the last steps, with the names of `Losses`; None for terms that are not used.
 
-    step: optimiser steps done; epoch: as a fraction. gradient: its norm before clipping. lr: of the last step.
+    step: optimizer steps done; epoch: as a fraction. lr: of the last step. grad_norm: before clipping.
     """
 
     step: int
@@ -26,25 +27,33 @@ class Record:
     lr: float
     images_per_second: float
     total: float
-    answers: float
-    lighter: float | None
+    cross_entropy: float
+    lighter_cross_entropy: float | None
     distance: float | None
     confident: float | None
-    teaching: float | None
+    distillation: float | None
     extra: float | None
-    gradient: float
+    grad_norm: float
+
+
+def check_tensorboard() -> None:
+    """Raise MctfError where TensorBoard is not installed."""
+    optional_import("tensorboard", extra="train", purpose="training logs")
 
 
 class Logs:
-    """Writes `log.csv` and TensorBoard's events into a folder, beginning after step `done`."""
+    """Writes `log.csv` and TensorBoard's events into a folder, from step `done` + 1 on."""
 
     def __init__(self, folder: Path, *, done: int = 0) -> None:
+        check_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
         self._path = folder / "log.csv"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _cut_after(self._path, done)
+            _truncate(self._path, done)
             self._file = self._path.open("a", newline="", encoding="utf-8")
-            self._board = _board(folder / "tensorboard", done)
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
         except OSError as failure:
             raise MctfError(f"{folder} cannot be written to ({failure.strerror}): choose another --output") from None
         self._lines = csv.writer(self._file)
@@ -58,89 +67,68 @@ class Logs:
         except OSError as failure:
             raise MctfError(f"{self._path} cannot be written ({failure.strerror}): make room, then --resume") from None
         for name, value in asdict(record).items():
-            if self._board is not None and name != "step" and value is not None:
+            if name != "step" and value is not None:
                 self._board.add_scalar(f"train/{name}", value, record.step)
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        self._board.close()
 
 
-def _board(folder: Path, done: int) -> Any:
-    """TensorBoard's writer, which forgets what an earlier run wrote of later steps; None where it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder), purge_step=done + 1 if done else None)
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `log.csv`, numbers as numbers, nothing as None."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    return [{name: float(value) if value else None for name, value in row.items()} for row in rows]
-
-
-def _cut_after(path: Path, step: int) -> None:
-    """Drop the lines of later steps, which are about to be done again, and a last line cut short."""
+def _truncate(path: Path, step: int) -> None:
+    """Drop the lines of later steps, which will be run again, and an incomplete last line."""
     if not path.exists():
         return
     with path.open(newline="", encoding="utf-8") as file:
-        heading, *rows = list(csv.reader(file)) or [[]]
-    kept = [row for row in rows if len(row) == len(heading) and int(row[0]) <= step]
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([heading, *kept] if heading else [])
-    os.replace(temporary, path)
+        header, *rows = list(csv.reader(file)) or [[]]
+    kept = [row for row in rows if len(row) == len(header) and int(row[0]) <= step]
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([header, *kept] if header else [])
+    atomic_write(path, text.getvalue().encode())
 
-
-# MERGED from mctf.train.logging:
-# Sums of what a log line is the mean of, kept on the device so that no step waits for them.
 
 _TERMS = tuple(each.name for each in fields(Losses))
 
 
 class Meters:
-    """Losses and gradient norm summed over steps, and the time they took."""
+    """Losses and gradient norm summed over steps on the device, without synchronization, and the elapsed time."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(_TERMS) + 1, device=device)
-        self._present = [False] * len(_TERMS)
-        self._restart()
+        self._used = [False] * len(_TERMS)
+        self._reset()
 
-    def _restart(self) -> None:
+    def _reset(self) -> None:
         self._sums.zero_()
         self._steps = 0
         self._images = 0
-        self._since = time.perf_counter()
+        self._start = time.perf_counter()
 
-    def add(self, losses: list[Losses], gradient: Tensor, *, images: int) -> None:
-        """One step of several batches; images: of all processes."""
+    def add(self, losses: list[Losses], grad_norm: Tensor, *, images: int) -> None:
+        """One step of one or more batches; images: of all processes."""
         with torch.no_grad():
             means = [_mean(losses, name) for name in _TERMS]
-            self._present = [mean is not None for mean in means]
-            numbers = [gradient.new_zeros(()) if mean is None else mean.float() for mean in means]
-            self._sums += torch.stack([*numbers, gradient.float()])
+            self._used = [mean is not None for mean in means]
+            values = [grad_norm.new_zeros(()) if mean is None else mean.float() for mean in means]
+            self._sums += torch.stack([*values, grad_norm.float()])
         self._steps += 1
         self._images += images
 
     def take(self, *, step: int, epoch: float, lr: float) -> Record:
-        """The means since the last call; reading them waits for the device."""
-        *sums, gradient = (self._sums / max(1, self._steps)).tolist()
-        seconds = time.perf_counter() - self._since
-        means = {name: value if there else None for name, value, there in zip(_TERMS, sums, self._present, strict=True)}
+        """The means since the last call; waits for the device."""
+        *sums, grad_norm = (self._sums / max(1, self._steps)).tolist()
+        seconds = time.perf_counter() - self._start
+        means = {name: value if used else None for name, value, used in zip(_TERMS, sums, self._used, strict=True)}
         speed = self._images / max(seconds, 1e-9)
-        record = Record(step=step, epoch=epoch, lr=lr, images_per_second=speed, gradient=gradient, **means)  # type: ignore[arg-type]
-        self._restart()
+        record = Record(step=step, epoch=epoch, lr=lr, images_per_second=speed, grad_norm=grad_norm, **means)  # type: ignore[arg-type]
+        self._reset()
         return record
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint. Time is not in it: a run that goes on counts only its own."""
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint. It holds no time: a resumed run measures its own."""
         return {"sums": self._sums.cpu(), "steps": self._steps}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sums.copy_(state["sums"])
         self._steps = state["steps"]
 

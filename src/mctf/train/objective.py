@@ -1,12 +1,12 @@
-"""What the engine minimises: one module that runs the branches and adds up the terms.
+"""The training loss: one module that runs the branches and adds up the terms.
 
-Being one module with one forward pass a step, it is what DistributedDataParallel wraps: two passes through a wrapped
-model before one backward pass would confuse its bookkeeping.
+DistributedDataParallel wraps this module, since it allows one forward pass of the wrapped module per backward pass and
+consistency needs two passes of the model.
 
 Axes: B images, K classes, 3 H W.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,26 +16,31 @@ from torch import Tensor, nn
 
 from ..core.schedule import Amount
 from .consistency import Consistency, Losses
-from .teachers import Distillation, Original
-from .two_branch import Branch, run_branch, run_branches
+from .teachers import Distillation, OriginalModel
+from .two_branch import Branch, run_branch, run_branches, run_inference
+
+Infer = Callable[[], Branch]  # runs the model on the same images in evaluation mode, without gradient
 
 
 class ExtraLoss(Protocol):
-    """A term that a learned method adds. The engine takes it from the method's attribute `extra_loss`, if any.
+    """A term that a learned method adds to the loss: the method's attribute `extra_loss`, if it has one.
 
-    What the method handed on from block to block is in each branch, and what the original model said, where the method
-    asks for it with `learns_from_original`, is in the first.
+    Each branch holds the method's state after each block (`method_states`). The first also holds the outputs of the
+    original model (`teacher`) where the method sets `learns_from_original`. A method that needs a second pass calls
+    `infer`: it imports nothing from `mctf.train`.
     """
 
-    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Branch]) -> Tensor:
-        """A scalar; branches: that of r and, under consistency, that of r'."""
+    def __call__(
+        self, model: nn.Module, images: Tensor, labels: Tensor, branches: Sequence[Branch], *, infer: Infer
+    ) -> Tensor:
+        """A scalar. branches: that of r and, under consistency, that of r'."""
 
 
 class Objective(nn.Module):
-    """Cross-entropy, or token reduction consistency, perhaps shared with a teacher and an extra term.
+    """Cross-entropy or token reduction consistency, optionally with distillation and the term of a learned method.
 
-    consistency: None for cross-entropy alone, in one branch, whose labels `smoothing` smoothes.
-    original: what the extra term learns from, if anything.
+    consistency: None for cross-entropy of one branch, with label smoothing by `smoothing`.
+    original: what `extra` learns from, if anything.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class Objective(nn.Module):
         smoothing: float = 0.0,
         distillation: Distillation | None = None,
         extra: ExtraLoss | None = None,
-        original: Original | None = None,
+        original: OriginalModel | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -56,34 +61,42 @@ class Objective(nn.Module):
         self.extra = extra
         self.original = original
 
-    def draw(self, generator: torch.Generator) -> tuple[Amount, ...] | None:
-        """r' of one step, None where there is one branch only."""
-        return None if self.consistency is None else self.consistency.draw(self.model, generator)
+    def draw_lighter(self, generator: torch.Generator) -> tuple[Amount, ...] | None:
+        """r' of one step; None for one branch."""
+        return None if self.consistency is None else self.consistency.draw_lighter(self.model, generator)
 
     def forward(
-        self, images: Tensor, labels: Tensor, lighter: tuple[Amount, ...] | None, taught: Tensor | None
+        self, images: Tensor, labels: Tensor, lighter: tuple[Amount, ...] | None, teacher_logits: Tensor | None
     ) -> Losses:
-        """The loss of a batch; lighter: r', as `draw` gives it; taught: B K, the teacher's logits."""
+        """The loss of a batch; lighter: r' from `draw_lighter`; teacher_logits: B K."""
         branches: tuple[Branch, ...]
         if self.consistency is None or lighter is None:
             branches = (run_branch(self.model, images),)
-            answers = F.cross_entropy(branches[0].logits, labels, label_smoothing=self.smoothing)
-            losses = Losses(answers, answers)
+            cross_entropy = F.cross_entropy(branches[0].logits, labels, label_smoothing=self.smoothing)
+            losses = Losses(cross_entropy, cross_entropy)
         else:
             branches = run_branches(self.model, images, lighter)
             losses = self.consistency.losses(*branches, labels)
-        if self.distillation is not None and taught is not None:
-            losses = _taught(losses, branches, taught, self.distillation)
+        if self.distillation is not None and teacher_logits is not None:
+            losses = _distill(losses, branches, teacher_logits, self.distillation)
         if self.extra is not None:
-            lesson = None if self.original is None else self.original(images)
-            extra = self.extra(self.model, images, labels, (replace(branches[0], lesson=lesson), *branches[1:]))
+            first = replace(branches[0], teacher=None if self.original is None else self.original(images))
+            extra = self.extra(
+                self.model,
+                images,
+                labels,
+                (first, *branches[1:]),
+                infer=lambda: run_inference(self.model, images),
+            )
             losses = replace(losses, total=losses.total + extra, extra=extra)
         return losses
 
 
-def _taught(losses: Losses, branches: Sequence[Branch], taught: Tensor, distillation: Distillation) -> Losses:
-    """The teacher takes its share of what the labels had: (1 - weight) CE + weight KL, in every branch."""
-    teaching = torch.stack([distillation(branch.logits, taught) for branch in branches]).sum()
-    labelled = losses.answers if losses.lighter is None else losses.answers + losses.lighter
-    total = losses.total + distillation.weight * (teaching - labelled)
-    return replace(losses, total=total, teaching=teaching)
+def _distill(losses: Losses, branches: Sequence[Branch], teacher_logits: Tensor, distillation: Distillation) -> Losses:
+    """(1 - weight) CE + weight KL in every branch."""
+    divergence = torch.stack([distillation(branch.logits, teacher_logits) for branch in branches]).sum()
+    cross_entropy = losses.cross_entropy
+    if losses.lighter_cross_entropy is not None:
+        cross_entropy = cross_entropy + losses.lighter_cross_entropy
+    total = losses.total + distillation.weight * (divergence - cross_entropy)
+    return replace(losses, total=total, distillation=divergence)

@@ -1,4 +1,4 @@
-"""AdamW and its learning rate, by timm's parts."""
+"""AdamW and its learning-rate schedule, from timm's parts."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,17 @@ from torch import nn
 from ..methods._layers import LAYERS
 from .config import Recipe
 
-OWN = "of_the_method"  # marks groups of parameters that a method has brought
+_METHOD_LAYERS = "method_layers"  # key of parameter groups that hold layers of the method
 
 
-def make_optimiser(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW without weight decay on biases, norms and what the model excepts; learning rates fall with depth if asked.
+def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """AdamW without weight decay on biases, norms and what the model excludes, with layer-wise decay of the rate.
 
     The last layer has the recipe's learning rate, the one before it `layer_decay` times as much, and so on. The layers
     of a learned method have a learning rate of their own.
     """
     on_gpu = next(model.parameters()).is_cuda
-    optimiser = create_optimizer_v2(
+    optimizer = create_optimizer_v2(
         model,
         opt="adamw",
         lr=recipe.lr,
@@ -30,23 +30,19 @@ def make_optimiser(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     )
     layers = getattr(model, LAYERS, None)
     if layers is not None:
-        _set_apart(optimiser, layers, recipe.layers_lr / recipe.lr)
-    return optimiser
-
-
-def _set_apart(optimiser: torch.optim.Optimizer, layers: nn.Module, scale: float) -> None:
-    """Groups of their own for the parameters of these layers, whose learning rate is so many times the others'."""
-    own = {id(parameter) for parameter in layers.parameters()}
-    for group in tuple(optimiser.param_groups):
-        inside = [each for each in group["params"] if id(each) in own]
-        if inside:
-            group["params"] = [each for each in group["params"] if id(each) not in own]
-            optimiser.add_param_group({**group, "params": inside, "lr_scale": scale, OWN: True})
+        own = {id(parameter) for parameter in layers.parameters()}
+        for group in tuple(optimizer.param_groups):
+            inside = [each for each in group["params"] if id(each) in own]
+            if inside:
+                group["params"] = [each for each in group["params"] if id(each) not in own]
+                scale = recipe.layers_lr / recipe.lr
+                optimizer.add_param_group({**group, "params": inside, "lr_scale": scale, _METHOD_LAYERS: True})
+    return optimizer
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How many optimiser steps there are. batches: of an epoch, `accumulate` of them to a step, the rest left out."""
+    """Number of optimizer steps. batches: per epoch, `accumulate` of them per step; an incomplete step is dropped."""
 
     batches: int
     accumulate: int
@@ -61,16 +57,16 @@ class Steps:
         return self.per_epoch * self.epochs
 
 
-class Schedule:
-    """The learning rate of every step: warm-up in a straight line, half a cosine, then a flat cooldown.
+class LRSchedule:
+    """The learning rate of every step: linear warm-up, half a cosine, constant cooldown.
 
-    It depends on the step alone, so there is nothing to save.
+    It depends on the step alone, so checkpoints hold nothing of it.
     """
 
-    def __init__(self, optimiser: torch.optim.Optimizer, recipe: Recipe, *, per_epoch: int) -> None:
-        self.optimiser = optimiser
+    def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, *, per_epoch: int) -> None:
+        self.optimizer = optimizer
         self._timm = CosineLRScheduler(
-            optimiser,
+            optimizer,
             t_initial=recipe.epochs * per_epoch,
             lr_min=recipe.min_lr,
             warmup_t=recipe.warmup_epochs * per_epoch,
@@ -79,6 +75,6 @@ class Schedule:
         )
 
     def set(self, step: int) -> float:
-        """Set the learning rate for this step, counted from 0; gives that of the model's last layer."""
+        """Set the learning rate of this step, counted from 0; returns that of the model's last layer."""
         self._timm.step_update(step)
-        return max(group["lr"] for group in self.optimiser.param_groups if OWN not in group)
+        return max(group["lr"] for group in self.optimizer.param_groups if _METHOD_LAYERS not in group)

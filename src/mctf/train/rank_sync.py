@@ -1,7 +1,8 @@
-"""What all processes must know of each other in every step: whether one was interrupted, or got a loss that is none.
+"""Agreement of all ranks after each step: whether one received a signal or computed a non-finite loss.
 
-A notice is posted after each step and read while the next is under way: by then the device has computed it, so that
-reading it holds nothing up. All processes read the same notices and stop after the same step.
+The status of a step is reduced over all ranks and copied to the host without synchronization. It is read during the
+next step, when the device has computed it, so reading does not stall. All ranks read the same status and stop after the
+same step.
 """
 
 from dataclasses import dataclass
@@ -14,50 +15,50 @@ from ..distributed import DistributedContext
 
 
 @dataclass(frozen=True)
-class Notice:
-    """Of all processes after one step. signal: that interrupted one of them, 0 if none."""
+class StepStatus:
+    """The status of one step, over all ranks. signal: number of a received signal, 0 for none."""
 
     step: int
     signal: int
     finite: bool
 
 
-class Watch:
-    """One notice at a time: `post` after a step, `read` once afterwards."""
+class RankSync:
+    """Holds one status: `post` after a step, `read` once afterwards."""
 
-    def __init__(self, processes: DistributedContext) -> None:
-        self._processes = processes
-        self._posted: tuple[int, _Landing] | None = None
+    def __init__(self, distributed: DistributedContext) -> None:
+        self._distributed = distributed
+        self._pending: tuple[int, _HostCopy] | None = None
 
     def post(self, step: int, *, signal: int, finite: Tensor) -> None:
-        """finite: a scalar on the device, whether this process' loss and gradient are numbers."""
-        notice = torch.stack([torch.full_like(finite, signal, dtype=torch.float32), 1.0 - finite.float()])
-        if self._processes.is_distributed:
-            dist.all_reduce(notice, dist.ReduceOp.MAX)
-        self._posted = step, _Landing(notice)
+        """finite: a scalar on the device, whether loss and gradient of this rank are finite."""
+        status = torch.stack([torch.full_like(finite, signal, dtype=torch.float32), 1.0 - finite.float()])
+        if self._distributed.is_distributed:
+            dist.all_reduce(status, dist.ReduceOp.MAX)
+        self._pending = step, _HostCopy(status)
 
-    def read(self) -> Notice | None:
-        """What was posted last, unless it was read already."""
-        if self._posted is None:
+    def read(self) -> StepStatus | None:
+        """The last posted status; None where it was read before."""
+        if self._pending is None:
             return None
-        step, landing = self._posted
-        self._posted = None
-        signal, broken = landing.numbers()
-        return Notice(step, int(signal), finite=broken == 0)
+        step, copy = self._pending
+        self._pending = None
+        signal, non_finite = copy.values()
+        return StepStatus(step, int(signal), finite=non_finite == 0)
 
 
-class _Landing:
-    """A tensor on its way to the host. Reading it waits for what was queued before it, not for what came after."""
+class _HostCopy:
+    """An asynchronous copy to the host. Reading it waits for work queued before it, not for work queued later."""
 
     def __init__(self, values: Tensor) -> None:
-        self._values, self._arrived = values, None
+        self._values, self._event = values, None
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._event = torch.cuda.Event()
+            self._event.record()
 
-    def numbers(self) -> list[float]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
+    def values(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
         return self._values.tolist()

@@ -1,4 +1,4 @@
-"""Stopping in good order: the first SIGTERM or SIGINT asks, a later one acts at once."""
+"""Graceful termination: the first SIGTERM or SIGINT requests a stop after the step, a later one acts at once."""
 
 import signal
 import threading
@@ -9,11 +9,11 @@ from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_ECHO = 2.0  # seconds: torchrun passes a Ctrl-C on that the terminal has sent to its processes already
+_DEBOUNCE = 2.0  # seconds: torchrun forwards a Ctrl-C that the terminal has already sent to its processes
 
 
-class Interruption:
-    """Which signal asked for an end; None while nobody did."""
+class StopRequest:
+    """True once a signal was received. signal: its number."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -22,37 +22,37 @@ class Interruption:
         return self.signal is not None
 
 
-@contextmanager
-def interruptible() -> Iterator[Interruption]:
-    """While open, signals are noted rather than obeyed. Python sets handlers in the main thread only."""
-    interruption = Interruption()
-    if threading.current_thread() is not threading.main_thread():
-        yield interruption
-        return
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
-    deaf_until = 0.0
-
-    def note(number: int, _: FrameType | None) -> None:
-        nonlocal deaf_until
-        if interruption.signal is None:
-            interruption.signal, deaf_until = number, time.monotonic() + _ECHO
-        elif time.monotonic() > deaf_until:
-            signal.signal(number, before[number])
-            signal.raise_signal(number)
-
-    for number in _SIGNALS:
-        signal.signal(number, note)
-    try:
-        yield interruption
-    finally:
-        for number in _SIGNALS:
-            signal.signal(number, before[number])
-
-
 class StoppedError(Exception):
-    """Training was asked to stop, and did after saving. number: of the signal."""
+    """Training stopped on a signal, after saving. number: of the signal."""
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(f"stopped after step {step} by signal {number}")
         self.number = number
         self.step = step
+
+
+@contextmanager
+def catch_signals() -> Iterator[StopRequest]:
+    """While open, signals are recorded in a StopRequest. Python allows signal handlers in the main thread only."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    previous: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
+    ignored_until = 0.0
+
+    def handle(number: int, _: FrameType | None) -> None:
+        nonlocal ignored_until
+        if request.signal is None:
+            request.signal, ignored_until = number, time.monotonic() + _DEBOUNCE
+        elif time.monotonic() > ignored_until:
+            signal.signal(number, previous[number])
+            signal.raise_signal(number)
+
+    for number in _SIGNALS:
+        signal.signal(number, handle)
+    try:
+        yield request
+    finally:
+        for number in _SIGNALS:
+            signal.signal(number, previous[number])

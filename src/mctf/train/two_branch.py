@@ -1,15 +1,16 @@
-"""A model's answers to one batch, with its own r and, beside that, with another.
+"""Outputs of a model on one batch: with its own r alone, or with its own r and a lighter r' side by side.
 
-Both branches have the same weights and the same patch embedding. Where the host calls its stack of blocks, it runs
-once: the stack takes the embedded patches twice, and hands both results, one below the other, to the host's own
-norm and head. A host that loops over its blocks (or has gradient checkpointing on) runs twice.
+Both branches have the same weights. Where the host calls its stack of blocks, they also share one pass of the host: the
+stack runs the embedded patches under either schedule and concatenates the results along the batch, so that patch
+embedding, final norm and head run once. A host that iterates over its blocks (or has gradient checkpointing on) runs
+twice.
 
 Axes: B images, K classes, N tokens, C channels.
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from ..api import find_stack, fused_stack
-from ..core.schedule import ReductionSpec
+from ..core.schedule import Amount, ReductionSpec
 from ..methods.base import BlockOutput
 from ..stack import FusedStack
 
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """What the model said of a batch before it was trained.
+    """Outputs of the frozen original model on a batch.
 
-    tokens: B N C after the final norm. logits: B K, None where its classifier did not know the classes.
+    tokens: B N C after the final norm. logits: B K, None where its classifier has other classes than the data.
     """
 
     tokens: Tensor | None
@@ -35,110 +36,118 @@ class TeacherOutput:
 
 @dataclass(frozen=True)
 class Branch:
-    """What a model says of a batch, in float32 or wider.
+    """Outputs of a model on a batch, in float32 or wider.
 
-    logits: B K. features: B C, what its classifier reads: the class token after the final norm; in a model without
-    class token the pooled tokens, in one with a distillation token the mean of both tokens.
+    logits: B K. features: B C, the input of the classifier: the class token after the final norm, the pooled tokens
+    in a model without class token, the mean of both tokens in one with a distillation token.
 
-    For a method's own loss: tokens, all of them after the final norm, B N C, None where two branches ran as one;
-    carries: what the method handed on from each block; lesson: None unless the method learns from the original model.
+    For the loss of a method: tokens, all of them after the final norm, B N C, None where two branches shared one pass;
+    method_states: the method's state after each block; teacher: None unless the method learns from the original model.
     """
 
     logits: Tensor
     features: Tensor
     tokens: Tensor | None = None
-    carries: tuple[Any, ...] = ()
-    lesson: TeacherOutput | None = None
+    method_states: tuple[Any, ...] = ()
+    teacher: TeacherOutput | None = None
 
 
 def run_branch(model: nn.Module, images: Tensor) -> Branch:
-    """The model as it is, on images B 3 H W."""
-    with _watching(model) as passes:
-        branch = _read(model, model.forward_features(images))  # type: ignore[operator]
-    return replace(branch, carries=passes.of(0))
+    """The model with its own r, or unfused, on images B 3 H W."""
+    states, stack = _MethodStates(), find_stack(model)
+    with nullcontext() if stack is None else stack.observed_by(states):
+        branch = _outputs(model, images)
+    return replace(branch, method_states=states.of_pass(0))
 
 
 def run_branches(model: nn.Module, images: Tensor, lighter: ReductionSpec) -> tuple[Branch, Branch]:
     """A fused model with its own r, and with `lighter` in its place."""
-    with _watching(model) as passes, _running_twice(fused_stack(model), lighter):
-        both = _read(model, model.forward_features(images))  # type: ignore[operator]
-    if len(both.logits) > len(images):
-        logits, features = both.logits.chunk(2), both.features.chunk(2)
-        first, second = (Branch(logits[i], features[i], carries=passes.of(i)) for i in (0, 1))
-        return first, second
-    with _set(fused_stack(model), lighter):
-        return replace(both, carries=passes.of(0)), run_branch(model, images)
+    stack, states = fused_stack(model), _MethodStates()
+    with stack.observed_by(states), _both_schedules(stack, stack.make_schedule(lighter)):
+        both = _outputs(model, images)
+    if len(both.logits) == len(images):  # the host iterates over the blocks: that was the first branch alone
+        with _set_r(stack, lighter):
+            return replace(both, method_states=states.of_pass(0)), run_branch(model, images)
+    (logits, lighter_logits), (features, lighter_features) = both.logits.chunk(2), both.features.chunk(2)
+    return (
+        Branch(logits, features, method_states=states.of_pass(0)),
+        Branch(lighter_logits, lighter_features, method_states=states.of_pass(1)),
+    )
 
 
-def _read(model: Any, tokens: Tensor) -> Branch:
-    return Branch(_wide(model.forward_head(tokens)), _wide(model.forward_head(tokens, pre_logits=True)), tokens)
+@torch.no_grad()
+def run_inference(model: nn.Module, images: Tensor) -> Branch:
+    """The model in evaluation mode and without gradient; every module returns to its own mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        return run_branch(model, images)
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _outputs(model: Any, images: Tensor) -> Branch:
+    tokens = model.forward_features(images)
+    outputs = model.forward_head(tokens), model.forward_head(tokens, pre_logits=True)
+    logits, features = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in outputs)
+    return Branch(logits, features, tokens)
 
 
-class _Passes:
-    """Keeps what the method hands on from block to block, pass by pass."""
+class _MethodStates:
+    """Observer that keeps the method's state after each block, pass by pass, of its own thread."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self._seen: list[list[Any]] = []
+        self._passes: list[list[Any]] = []
 
     @torch.compiler.disable
-    def record(self, index: int, x: Tensor, step: BlockOutput) -> None:
+    def record(self, index: int, x: Tensor, output: BlockOutput) -> None:
         if threading.get_ident() != self._thread:
             return
         if index == 0:
-            self._seen.append([])
-        self._seen[-1].append(step.method_state)
+            self._passes.append([])
+        self._passes[-1].append(output.method_state)
 
-    def of(self, index: int) -> tuple[Any, ...]:
-        """One amount a block; empty for a model that is not fused."""
-        return tuple(self._seen[index]) if self._seen else ()
-
-
-@contextmanager
-def _watching(model: nn.Module) -> Iterator[_Passes]:
-    passes, stack = _Passes(), find_stack(model)
-    if stack is None:
-        yield passes
-        return
-    with stack.observed_by(passes):
-        yield passes
+    def of_pass(self, index: int) -> tuple[Any, ...]:
+        """One state per block; empty for a model that is not fused."""
+        return tuple(self._passes[index]) if self._passes else ()
 
 
 @contextmanager
-def _set(stack: FusedStack, r: ReductionSpec) -> Iterator[None]:
-    before = stack.r
-    stack.set_r(r)
-    try:
-        yield
-    finally:
-        stack.set_r(before)
+def _both_schedules(stack: FusedStack, lighter: Sequence[Amount]) -> Iterator[None]:
+    """While open, a call of the stack in this thread returns 2B rows: by its own schedule, then by `lighter`."""
+    thread = threading.get_ident()
 
-
-@contextmanager
-def _running_twice(stack: FusedStack, lighter: ReductionSpec) -> Iterator[None]:
-    """While open, a call of the stack gives 2B rows: those of its own r, then those of `lighter`."""
-
-    def again(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
-        with _set(stack, lighter):
-            second = stack.forward(*inputs, **named)
+    def add_lighter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        if threading.get_ident() != thread:
+            return output
+        second = stack.forward(*args, schedule=lighter, **kwargs)
         tokens = max(output.shape[1], second.shape[1])
-        return torch.cat([_lengthened(output, tokens), _lengthened(second, tokens)])
+        return torch.cat([_repeat_last(output, tokens), _repeat_last(second, tokens)])
 
-    handle = stack.register_forward_hook(again, with_kwargs=True)
+    handle = stack.register_forward_hook(add_lighter, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
 
 
-def _lengthened(x: Tensor, tokens: int) -> Tensor:
-    """B M C -> B `tokens` C, the last token standing in for those that are not there.
+def _repeat_last(x: Tensor, tokens: int) -> Tensor:
+    """B M C -> B `tokens` C by repeating the last token.
 
-    A head that takes fused tokens as they are cannot mind how often a token is there: each stands for several.
+    Duplicates are harmless: a stack returns fused tokens only to a head that does not depend on how often one occurs.
     """
     missing = tokens - x.shape[1]
     return x if missing == 0 else torch.cat([x, x[:, -1:].expand(-1, missing, -1)], dim=1)
+
+
+@contextmanager
+def _set_r(stack: FusedStack, r: ReductionSpec) -> Iterator[None]:
+    """Another r for whole passes of a host that iterates over its blocks."""
+    before = stack.r
+    stack.set_r(r)
+    try:
+        yield
+    finally:
+        stack.set_r(before)
