@@ -26,13 +26,13 @@ def test_notes_where_r_had_to_be_capped() -> None:
     plan = mctf.plan(TINY, r=20)
     assert plan.token_counts[-4:] == [37, 19, 10, 10]  # half of those that are not protected leave; ten remain
     assert plan.capped == [9, 10, 11]
-    assert plan.notes == ["blocks 9 to 11: r=20 capped to 18, 9, 0 for want of tokens"]
+    assert plan.notes == ["blocks 9 to 11: r=20 capped to 18, 9, 0 (too few tokens left)"]
     (note,) = mctf.plan(TINY, r=1000).notes
-    assert note == "blocks 1 to 11: r=1000 capped to 98, 49, 24, 12, 4, then 0 for want of tokens"
+    assert note == "blocks 1 to 11: r=1000 capped to 98, 49, 24, 12, 4, then 0 (too few tokens left)"
     (note,) = mctf.plan(TINY, r=0.9).notes
     words = "r=176, 88, 44, 22, 11, then 8 capped to 98, 49, 24, 12, 4, then 0"
-    assert note == f"blocks 1 to 11: {words} for want of tokens"
-    assert mctf.plan(TINY, r=[0, 100] + [0] * 10).notes == ["block 1: r=100 capped to 98 for want of tokens"]
+    assert note == f"blocks 1 to 11: {words} (too few tokens left)"
+    assert mctf.plan(TINY, r=[0, 100] + [0] * 10).notes == ["block 1: r=100 capped to 98 (too few tokens left)"]
 
 
 def test_methods_differ_in_where_they_fuse() -> None:
@@ -57,7 +57,7 @@ def test_the_table_says_it_all() -> None:
         ["2", "177", "20", "157"],
     ]
     assert lines[14] == "0.60 GFLOPs of 1.26 (52% saved)"
-    assert lines[15] == "note: blocks 9 to 11: r=20 capped to 18, 9, 0 for want of tokens"
+    assert lines[15] == "note: blocks 9 to 11: r=20 capped to 18, 9, 0 (too few tokens left)"
 
 
 def test_as_dict_is_json() -> None:

@@ -107,11 +107,20 @@ def test_gradients_of_a_single_token(device):
 
 
 def test_logits_far_below_zero(device):
-    q, k, v, sizes = inputs(1, 1, 20, 16, dtype=torch.float32, device=device)
-    q, k = q / 10 - 30, k / 10 + 30
-    out_grad = torch.randn(1, 20, 16, device=device)
-    # logits of about -14,400: rounding one to float32 changes its exponential by that times 2 ** -24
-    assert_as_near_as_pytorch((q, k, v), out_grad, floor=14_400 * 2**-24, sizes=sizes, scale=1.0)
+    """Gradients nearly cancel here, so that single draws differ: medians over draws are compared."""
+    errors = {"ours": [], "theirs": []}
+    for seed in range(9):
+        q, k, v, sizes = inputs(1, 1, 20, 16, dtype=torch.float32, device=device, seed=seed)
+        tensors = (q / 10 - 30, k / 10 + 30, v)  # logits of about -14,400
+        out_grad = torch.randn(1, 20, 16, generator=torch.Generator().manual_seed(seed)).to(device)
+        options = {"sizes": sizes, "scale": 1.0}
+        exact = gradients(attention.attend, [tensor.double() for tensor in tensors], out_grad, **options)
+        for name, attend in (("ours", kernels.attend), ("theirs", attention.attend)):
+            pairs = zip(gradients(attend, tensors, out_grad, **options), exact, strict=True)
+            errors[name].append([distance(*pair) for pair in pairs])
+    ours, theirs = (torch.tensor(errors[name]).median(dim=0).values for name in errors)
+    # rounding a logit of 14,400 to float32 changes its exponential by that times 2 ** -24
+    assert (ours <= 2 * theirs + 14_400 * 2**-24).all()
 
 
 @pytest.mark.parametrize(

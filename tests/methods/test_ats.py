@@ -150,7 +150,7 @@ def test_the_published_blocks_and_samples() -> None:
     assert plan.notes == ["the number of kept tokens depends on the image: token counts and GFLOPs are upper bounds"]
     assert mctf.plan(model, method="ats", r=96).token_counts[3:5] == [101, 100]
     capped = mctf.plan(model, method="ats", r=0.99).notes[0]
-    assert capped == "blocks 3 to 11: r=194, then 5 capped to 189, then 0 for want of tokens"
+    assert capped == "blocks 3 to 11: r=194, then 5 capped to 189, then 0 (too few tokens left)"
 
 
 @pytest.mark.parametrize("samples", [0, -1, True, 2.5, "all"])

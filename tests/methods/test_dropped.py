@@ -52,7 +52,7 @@ def traced(method: str, *, dtype: torch.dtype = torch.float32, batch: int = 1, *
     return trace
 
 
-def test_every_method_is_looked_at() -> None:
+def test_every_method_is_tested() -> None:
     assert {*DROPPING, *KEEPING} == set(mctf.methods())
 
 

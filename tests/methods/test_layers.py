@@ -174,6 +174,6 @@ class TestEvaluation:
         assert (found.code, found.err) == (0, "")
         answer = json.loads(found.out)
         assert not any("untrained" in note for note in answer["notes"])
-        assert [row["method"] for row in answer["rows"]] == ["base", METHOD]
+        assert [row["method"] for row in answer["rows"]] == ["baseline", METHOD]
         line = run.refusal("--weights", weights, "-m", "spvit")
         assert "the weights hold layers of another method than spvit" in line

@@ -14,6 +14,7 @@ from mctf import MctfError
 from mctf.methods import _REGISTRY, Assignment, BlockOutput, Method
 
 LowNorm: Any = runpy.run_path(str(EXAMPLES / "own_method.py"))["LowNorm"]  # the method of the example
+del _REGISTRY["low_norm"]  # tests register it anew
 
 
 @pytest.fixture(autouse=True)
