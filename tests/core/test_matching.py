@@ -1,4 +1,4 @@
-"""Bipartite matching against loops over pairs."""
+"""Pair scores against the formula, and bipartite matching against loops over pairs."""
 
 import math
 
@@ -108,9 +108,6 @@ def test_remaining_betas_are_ordered_by_strength() -> None:
     assert as_groups(assignment, 0) == [{0, 7}, {2}, {4}, {6}, {3}, {5}, {1}]
 
 
-# MERGED from test_criteria:
-# The pair_scores of a pair, against the formula.
-
 temperatures = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.01, 3))
 
 
@@ -121,7 +118,9 @@ temperatures = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.01, 3))
     protected=st.integers(0, 2),
     sized=st.booleans(),
 )
-def test_attraction_is_the_product_of_three(taus: Criteria, tokens: int, protected: int, sized: bool) -> None:
+def test_pair_scores_are_the_product_of_three_criteria(
+    taus: Criteria, tokens: int, protected: int, sized: bool
+) -> None:
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(2, tokens, 5, generator=generator, dtype=torch.float64)
     a = torch.rand(2, tokens, generator=generator, dtype=torch.float64) + 0.01

@@ -15,7 +15,7 @@ from helpers.reference import Groups, Result, Tokens
 
 
 def dropped(tokens: Tokens, stay: list[int], x: Tensor, protected: int) -> tuple[Tokens, Groups]:
-    """The tokens x (M C) that stay. A dropped one goes, for nothing, to the one before it, else the first patch."""
+    """The kept tokens x (M C). A dropped one maps with weight 0 to the one before it, else to the first patch."""
     groups: Groups = [[token] for token in stay]
     for token in range(len(tokens.x)):
         if token not in stay:

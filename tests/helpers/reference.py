@@ -34,7 +34,7 @@ class Options:
 class Result:
     """What the reference hands out for one image: the last tokens and how each block grouped its tokens.
 
-    covered: after each block the input tokens that have a share in any token, where somebody asks.
+    covered: after each block the input tokens that have a share in any token, where they are recorded.
     """
 
     tokens: Tensor

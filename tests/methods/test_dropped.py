@@ -63,7 +63,7 @@ def test_every_token_of_one_image_is_present_or_dropped(method: str, options: di
     assert [69 - count for count in counts] == trace.token_counts
     assert counts[-1] > 0
     for block in range(1, DEPTH):
-        assert (trace.dropped(block) >= trace.dropped(block - 1)).all(), "nobody comes back"
+        assert (trace.dropped(block) >= trace.dropped(block - 1)).all(), "a dropped token stays dropped"
 
 
 @dropping

@@ -1,4 +1,4 @@
-"""Layers that a method has learned: made with a fused model, read from files, kept aside until somebody fuses."""
+"""Learned layers of a method: created with a fused model, read from files, stashed until a model is fused."""
 
 import copy
 import json

@@ -1,6 +1,5 @@
 """The picture of one image whose patches were fused, and sheets of such pictures."""
 
-
 import numpy as np
 import pytest
 from PIL import Image

@@ -2,9 +2,9 @@
 
 from .dataset import ImageDataset, open_dataset
 from .feed import Feed, make_feed
+from .feed_options import FEED_CHOICES, FEED_LIMITS, FeedOptions, check_feed_option
 from .gpu_feed import Progress
 from .loader import Batch, EvalLoader
-from .options import FEED_CHOICES, FEED_LIMITS, FeedOptions, check_feed_option
 from .resources import num_workers
 from .sampler import ResumableSampler
 from .transforms import Preprocessing

@@ -13,10 +13,10 @@ from torch import Tensor
 from .._utils import plural
 from ..errors import MctfError
 from .dataset import ImageDataset, Source, open_dataset
+from .feed_options import FeedOptions
 from .gpu_augment import KERNELS
 from .gpu_feed import GpuFeed, Progress, UnequalSizesError, decode_images
 from .loader_feed import LoaderFeed
-from .options import FeedOptions
 from .resources import memory_of
 from .sampler import ResumableSampler
 

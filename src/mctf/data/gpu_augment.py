@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .feed_options import FeedOptions
 from .gpu_randaugment import brightness, contrast, draw_rounds, recolor, saturation, warp, warp_matrices
-from .options import FeedOptions
 from .resources import single_threaded, to_device
 from .transforms import ERASE_PROBABILITY
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..errors import MctfError
 from .dataset import ImageDataset, ReadFailure, SkippedImages
+from .feed_options import FeedOptions
 from .gpu_augment import BatchAugmentation
 from .loader import load_batches
-from .options import FeedOptions
 from .resources import num_workers, to_device
 from .sampler import ResumableSampler, generator_for
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .dataset import ImageDataset, ReadFailure, SkippedImages
+from .feed_options import FeedOptions
 from .loader import load_batches
-from .options import FeedOptions
 from .resources import num_workers
 from .sampler import ResumableSampler, seed_of, seeded
 from .transforms import Transform, training_transform

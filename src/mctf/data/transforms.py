@@ -15,7 +15,7 @@ from timm.data.transforms import ResizeKeepRatio, str_to_interp_mode
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor, nn
 
-from .options import FeedOptions
+from .feed_options import FeedOptions
 
 Transform = Callable[[Image.Image], Tensor]
 

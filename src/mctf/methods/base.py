@@ -136,7 +136,7 @@ class BlockOutput:
     """What one block returns.
 
     x: B M C. sizes: B M, float32, number of input tokens per token; None while all are 1. A token of size 0 is
-    padding: it stands for nothing and receives no attention.
+    padding: it stands for no input token and receives no attention.
     assignment: B N -> M, None where no token was merged or dropped. weights: B N, each token's weight in its slot: 0 if
     it was dropped, above 0 if it was kept or merged. An assignment needs weights: positions and traces read them.
     informativeness: B N, where the method computes it. method_state: passed to the method in the next block.

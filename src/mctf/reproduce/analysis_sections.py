@@ -10,8 +10,8 @@ from .._utils import plural
 from ..evaluation.significance import Difference
 from . import paper
 from .analyses import ClassTokenResult, LargestTokenResult, rank_criteria
+from .display_names import CASES, criteria_label
 from .document import Chart, Column, Finding, Origin, Picture, Section, Series, Strip, Table, Viewer, number
-from .labels import CASES, criteria_label
 from .pictures import AttentionMapsResult, FusedPatchesResult
 from .runner import Experiment
 from .studies import R

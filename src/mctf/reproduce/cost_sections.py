@@ -5,8 +5,8 @@ from typing import Any
 
 from . import paper
 from .costs import CostRow, CostsByRResult, CostTableResult
+from .display_names import BACKBONES, METHODS, TRAINING
 from .document import Chart, Column, Finding, Origin, Section, Series, Table, Verdict, number
-from .labels import BACKBONES, METHODS, TRAINING
 from .runner import Experiment
 
 

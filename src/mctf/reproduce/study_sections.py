@@ -6,8 +6,8 @@ from typing import Any
 from .._utils import format_blocks, plural
 from ..evaluation.significance import Difference
 from . import paper
+from .display_names import ATTENTION, BACKBONES, GROUPS, LABELS, METHODS, criteria_label
 from .document import Chart, Column, Finding, Origin, Part, Section, Series, Table, number
-from .labels import ATTENTION, BACKBONES, GROUPS, LABELS, METHODS, criteria_label
 from .runner import Experiment
 from .studies import ALL, DEFAULTS, R, StudyResult, StudyRow
 from .verdicts import compare_kl, describe_lead, describe_leads, judge, kl_lead, kl_leads_at_equal_cost, weakest

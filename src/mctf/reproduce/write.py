@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from .._utils import atomic_write, optional_import
 from ..viz.plots import MARKERS, new_figure, render, separate_labels, style_axes
 from . import analysis_sections, cost_sections, paper, study_sections
+from .display_names import VERDICT_MARKS, VERDICTS
 from .document import Chart, Column, Report, Section, Series, Verdict, Viewer
-from .labels import VERDICT_MARKS, VERDICTS
 from .records import Record
 from .runner import experiments
 from .studies import StudyResult
