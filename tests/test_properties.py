@@ -53,7 +53,7 @@ def assert_nothing_lost(model: nn.Module, trace: mctf.Trace, tokens: int) -> Non
 
 
 @pytest.mark.parametrize(("name", "method"), PAIRS_BY_OPS)
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(r=reductions, batch=st.integers(1, 3))
 @torch.no_grad()
 def test_no_token_is_lost(name: str, method: str, r: Any, batch: int) -> None:
@@ -92,7 +92,7 @@ def test_a_lost_token_would_be_noticed() -> None:
 
 
 @pytest.mark.parametrize(("name", "method"), PAIRS_BY_OPS)
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(r=reductions)
 @torch.no_grad()
 def test_a_batch_of_two_is_two_batches_of_one(name: str, method: str, r: Any) -> None:

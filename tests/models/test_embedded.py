@@ -187,12 +187,12 @@ class TestTrained:
     @pytest.mark.slow
     @needs_shared(VALIDATION)
     def test_accuracy_is_that_of_the_metadata_and_fusing_costs_little(self, model: nn.Module) -> None:
-        dataset = open_dataset(SHARED / VALIDATION).for_model(200).spaced(500)
+        dataset = open_dataset(SHARED / VALIDATION).for_model(200).spaced(250)
         batches = EvalLoader(dataset, Preprocessing.of(model).transform(), batch_size=50)
         plain, fused = evaluate(model, batches, [Setting("mctf", 0), Setting("mctf", 19)]).rows
         assert plain.top1 is not None
         assert fused.top1 is not None
-        assert abs(plain.top1 - about()["top1"]["0"]) < 6.7, "three standard errors of 500 images"
+        assert abs(plain.top1 - about()["top1"]["0"]) < 9.5, "three standard errors of 250 images"
         assert fused.top1 > plain.top1 - 4
 
 

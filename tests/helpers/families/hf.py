@@ -69,7 +69,7 @@ class Hf(Family):
         "hf_siglip": partial(build, "SiglipVisionModel", "SiglipVisionConfig", **MLP),
         "hf_mae": partial(build, "ViTMAEModel", "ViTMAEConfig", **MLP, mask_ratio=0.25),
     }
-    chosen = tuple(builders)
+    chosen = ("hf_vit", "hf_beit_shared", "hf_dinov3")  # one per class of layer operations
     timm = False
 
     @staticmethod
