@@ -32,7 +32,7 @@ from .methods.base import BlockContext, BlockOps, BlockOutput, Method
 
 
 class StackHost(Protocol):
-    """What the stack asks of the model around it, anew in each forward pass: users change heads."""
+    """The interface of the host model. It is read anew in each forward pass, as users may replace the head."""
 
     @property
     @abstractmethod

@@ -5,7 +5,7 @@ import torch
 
 from helpers.kernels import poisoned, record_launches
 from mctf import kernels
-from mctf.core import matching
+from mctf.core import attention, matching
 from mctf.kernels import matching as matching_ops
 
 CASES = [
@@ -169,7 +169,7 @@ def test_informativeness_is_above_0(tokens, device):
     x, received = torch.randn(2, tokens, 8, device=device), torch.rand(2, 2, tokens, device=device)
     received[:, :, [0, 4]] = 0
     _, a = kernels.match(x, received, None, matching.Criteria(), r=4, protected=1, bidirectional=True)
-    assert torch.equal(a, matching.total_received(received))
+    assert torch.equal(a, attention.total_received(received))
     assert (a[:, [0, 4]] > 0).all()
 
 

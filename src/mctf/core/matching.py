@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .assignment import Assignment
-from .attention import TINY, at_least_float32, total_received  # noqa: F401
+from .attention import TINY, at_least_float32
 
 
 @dataclass(frozen=True)

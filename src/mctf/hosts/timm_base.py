@@ -6,6 +6,7 @@ block's own modules.
 Axes: B images, H heads, N tokens, C channels, d channels per head.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -16,9 +17,7 @@ from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
 from ..core.flops import NORM, BlockShape
-from ..core.positions import TokenPositions
 from ..errors import MctfError
-from ..methods.base import BlockOps
 from ..stack import FusedStack
 from ._inspect import check_whole, count_on_meta, linear_slice, macs_per_token
 from .base import Architecture, Host, SoftmaxAttention
@@ -88,11 +87,9 @@ class TimmHost(Host):
     def protected(self) -> int:
         return self.model.num_prefix_tokens
 
-    def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> BlockOps:
-        raise NotImplementedError
-
+    @abstractmethod
     def block_shape(self, block: Any) -> BlockShape:
-        raise NotImplementedError
+        """The sizes that decide the cost of a block."""
 
     def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
         model = self.model

@@ -135,7 +135,7 @@ def match(
         taus = (float(criteria.tau_sim), float(criteria.tau_info), float(criteria.tau_size))
         slots, order, start, a = matching_ops.match(x, received, sizes, r, protected, *taus, bidirectional)
         return Assignment(slots, x.shape[1] - r, order, start), a
-    a = core_matching.total_received(received)
+    a = core_attention.total_received(received)
     scores = core_matching.pair_scores(x, a, sizes, criteria, protected=protected)
     by = core_matching.match_bidirectional if bidirectional else core_matching.match_one_way
     return by(scores, r, protected=protected), a
@@ -183,7 +183,7 @@ def merge(
             x, also, weights, sizes, by_size, assignment.slots, *assignment.members(), train
         )
         return (x_mean, totals) if also is None else (x_mean, also_mean, totals)
-    counts = core_matching.at_least_float32(torch.ones_like(x[..., 0])) if sizes is None else sizes
+    counts = core_attention.at_least_float32(torch.ones_like(x[..., 0])) if sizes is None else sizes
     joint = joint_weights(weights, counts, by_size)
     x_mean, totals = assignment.pool(x, joint), assignment.total(counts)
     return (x_mean, totals) if also is None else (x_mean, assignment.pool(also, joint), totals)

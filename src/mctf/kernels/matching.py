@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.matching import total_received
+from ..core.attention import total_received
 from .launch import ceil_div, is_symbolic, launchable, next_power_of_2
 
 # Which kernels, by the number of tokens on the larger side.

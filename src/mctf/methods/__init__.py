@@ -76,10 +76,10 @@ def make_method(name: str, options: dict[str, object]) -> Method:
     if name not in _REGISTRY:
         raise MctfError(f"unknown method {name!r}: {did_you_mean(name, _REGISTRY)}")
     cls = _REGISTRY[name]
-    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    option_names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     for option in options:
-        if option not in known:
-            raise MctfError(f"method {name!r} has no option {option!r}: {did_you_mean(option, known)}")
+        if option not in option_names:
+            raise MctfError(f"method {name!r} has no option {option!r}: {did_you_mean(option, option_names)}")
     return cls(**options)
 
 

@@ -6,7 +6,7 @@ at one stage become their mean, weighted by the keep probability; it is appended
 Training is described in `_predictor`, with the ratio of the whole batch.
 
 Choices where sources differ or are silent:
-- The package is the normalised weighted mean of the paper, in training and inference alike.
+- The package is the normalized weighted mean of the paper, in training and inference alike.
 - Inference drops the same number from every image, the patches of lowest keep probability, without sampling.
 - r is the share dropped at the first stage. The released script keeps 0.617, 0.369 and 0.137 of the input patches; the
   kept shares are these to the power log(1 - r) / log(0.617), and a fourth is the square of the third. So r = 0.383 is
