@@ -1,5 +1,6 @@
 """One dataset for evaluation and training: images of folders, zip files and the Hugging Face hub, and their classes."""
 
+import hashlib
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,6 +70,18 @@ class ImageDataset:
     def names(self) -> list[str]:
         """One per image: the path below its folder or zip file."""
         return [reader.name(index) for reader, index in map(self._locate, range(len(self)))]
+
+    def digest(self) -> str:
+        """A checksum over all images and labels in order, without reading an image.
+
+        It covers names and labels, and the size (folder), size and CRC (zip file) or fingerprint (hub) of the images.
+        Where the sources are has no part in it.
+        """
+        checksum = hashlib.blake2b(digest_size=16)
+        labels = [None] * len(self) if self.targets is None else self.targets.tolist()
+        for label, (reader, number) in zip(labels, map(self._locate, range(len(self))), strict=True):
+            checksum.update(repr((label, *reader.fingerprint(number))).encode())
+        return checksum.hexdigest()
 
     def read(self, index: int) -> Image.Image:
         """One image in RGB; raises MctfError with its name when it is damaged."""

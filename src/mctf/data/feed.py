@@ -28,13 +28,15 @@ _PROBED = 32  # images whose sizes are compared before all are decoded
 class Feed(Protocol):
     """Training images for one rank.
 
-    class_to_idx: index of each class by name. num_images: on all ranks together. note: how images are fed, for logs.
+    class_to_idx: index of each class by name. num_images: on all ranks together.
+    digest: of the images and labels, see `ImageDataset.digest`. note: how images are fed, for logs.
     skipped: number of unreadable images so far; the next readable image replaces each.
     """
 
     num_classes: int
     class_to_idx: dict[str, int]
     num_images: int
+    digest: str
     note: str
 
     @property

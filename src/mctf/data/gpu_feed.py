@@ -52,6 +52,7 @@ class GpuFeed:
         assert dataset.targets is not None
         self.num_classes, self.class_to_idx = dataset.num_classes, dataset.class_to_idx or {}
         self.num_images = len(dataset)
+        self.digest = dataset.digest()
         self.note = note
         self._device = decoded.pixels.device
         self._decoded = decoded

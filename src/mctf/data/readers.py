@@ -40,6 +40,10 @@ class ImageReader(Protocol):
     def __len__(self) -> int: ...
     def name(self, index: int) -> str: ...
 
+    def fingerprint(self, index: int) -> tuple[object, ...]:
+        """What is known of an image without reading it; another image in its place is likely to differ in this."""
+        ...
+
     def read(self, index: int) -> Image.Image:
         """One image in RGB; raises MctfError with its name when it is damaged."""
         ...
@@ -101,6 +105,9 @@ class FileReader(ABC):
     @abstractmethod
     def _bytes(self, name: str) -> bytes: ...
 
+    @abstractmethod
+    def fingerprint(self, index: int) -> tuple[object, ...]: ...
+
     def __len__(self) -> int:
         return len(self.names)
 
@@ -137,6 +144,14 @@ class FolderReader(FileReader):
     def _bytes(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
 
+    def fingerprint(self, index: int) -> tuple[object, ...]:
+        """Name and size in bytes, None for a file that cannot be found."""
+        name = self.names[index]
+        try:
+            return name, (self.path / name).stat().st_size
+        except OSError:
+            return name, None
+
 
 class ZipReader(FileReader):
     """A zip file, read in place.
@@ -156,6 +171,12 @@ class ZipReader(FileReader):
 
     def _bytes(self, name: str) -> bytes:
         return self._archive().read(name)
+
+    def fingerprint(self, index: int) -> tuple[object, ...]:
+        """Name, size in bytes and checksum, from the directory of the zip file."""
+        name = self.names[index]
+        entry = self._archive().getinfo(name)
+        return name, entry.file_size, entry.CRC
 
     def _archive(self) -> zipfile.ZipFile:
         if self._handle is None or self._handle[0] != os.getpid():
@@ -238,6 +259,10 @@ class HubReader:
 
     def name(self, index: int) -> str:
         return f"image {index}"
+
+    def fingerprint(self, index: int) -> tuple[object, ...]:
+        """The fingerprint of the dataset, where it has one, or its length; and the index."""
+        return getattr(self.dataset, "_fingerprint", None) or len(self), index
 
     def read(self, index: int) -> Image.Image:
         try:
