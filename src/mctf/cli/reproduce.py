@@ -86,6 +86,7 @@ def command(
     if (model is None) != (data is None):
         raise MctfError("MODEL and --data belong together: give both, or neither to count costs alone")
 
+    from .._locks import lock_folder
     from ..evaluation.setup import RunOptions, open_run
     from ..reproduce.runner import choose, experiments
     from ..reproduce.write import check_dependencies
@@ -96,10 +97,12 @@ def command(
         raise MctfError(f"{', '.join(need_images)} cannot be measured without images: give MODEL and --data")
     check_dependencies()
     limit = min(options.pop("limit") or sys.maxsize, _QUICK_IMAGES if quick else sys.maxsize)
+    lock = lock_folder(out, doing="measures in", option="--out")
     if model is None or data is None:
-        report = _run(out, requested, None, {}, quick=quick, again=again, progress=options["progress"])
+        with lock:
+            report = _run(out, requested, None, {}, quick=quick, again=again, progress=options["progress"])
     else:
-        with open_run(RunOptions(model=model, data=data, limit=limit, **options)) as opened:
+        with lock, open_run(RunOptions(model=model, data=data, limit=limit, **options)) as opened:
             subject, conditions = _subject(opened, quick=quick)
             report = _run(out, requested, subject, conditions, quick=quick, again=again, progress=options["progress"])
         for note in opened.dataset.notes:

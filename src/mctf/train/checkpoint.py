@@ -6,6 +6,7 @@ checksum of the content, so that a damaged file is detected without a second fil
 
 import hashlib
 import io
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from .logging import Meters
 from .optimizer import Steps
 
 _NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{16})\.pt")
-_PARTIAL = ".partial"
+_PARTIAL = re.compile(r"step-\d{8,}(\.\d+)?\.partial")
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Checkpoints:
 
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with atomic_file(self.folder / f"{name}{_PARTIAL}", path, sync=True) as file:
+            with atomic_file(self.folder / f"{name}.{os.getpid()}.partial", path, sync=True) as file:
                 torch.save(state, _HashedFile(file, digest))  # type: ignore[arg-type]
         except (OSError, RuntimeError) as failure:  # torch reports a failed write as a RuntimeError of its own
             intact = next((path for path in self.paths() if is_intact(path)), None)
@@ -125,7 +126,8 @@ class Checkpoints:
         """Remove all but the last `keep`, partial files, and later steps of a run that was restarted before them."""
         later = [path for path in self.paths() if path != last and step_of(path) >= step_of(last)]
         kept = [path for path in self.paths() if path not in later]
-        for path in (*later, *kept[self.keep :], *self.folder.glob(f"*{_PARTIAL}")):
+        partial = [path for path in self.folder.iterdir() if _PARTIAL.fullmatch(path.name)]
+        for path in (*later, *kept[self.keep :], *partial):
             path.unlink(missing_ok=True)
 
     def newest(self) -> tuple[Path | None, tuple[str, ...]]:

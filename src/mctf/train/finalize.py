@@ -15,6 +15,7 @@ from .engine import Trainer
 
 WEIGHTS_FILE = "model.safetensors"
 RAW_WEIGHTS_FILE = "model-raw.safetensors"  # the weights of the last step, where the result is their average
+EVALUATION_FILE = "evaluation.json"
 
 OnBatches = Callable[[Iterable[Batch], int], Iterable[Batch]]
 
