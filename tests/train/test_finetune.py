@@ -6,6 +6,8 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,21 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     outcome = run(*again[1:])
     assert outcome.code == 0, outcome.err
     assert_same(stopped, whole)
+
+
+@pytest.mark.slow
+def test_the_printed_command_works_in_a_shell(place: Path, tmp_path: Path) -> None:
+    output = tmp_path / 'it\'s \U0001f98a "$HOME" `x` \\ * ; \x7f\n& '
+    running = Running(["finetune", *arguments(place, output)], folder=tmp_path)
+    running.wait_until(lambda: steps_logged(output) >= 1)
+    running.send(signal.SIGTERM)
+    assert running.codes() == [128 + signal.SIGTERM]
+    command = running.output().partition("to continue: ")[2].removesuffix("\n")
+    assert command.startswith("mctf finetune")
+    own = f'mctf() {{ {shlex.quote(sys.executable)} -m mctf "$@"; }}\n'
+    done = subprocess.run(["sh", "-c", own + command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert steps_logged(output) == 30
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .._utils import file_digest
 from ..errors import MctfError
 from .options import (
     FILE,
@@ -155,8 +156,10 @@ def _subject(opened: "EvalRun", *, quick: bool) -> tuple["Subject", "Conditions"
         "model": settings.model,
         "weights": "pretrained" if settings.weights is None else settings.weights.name,
         "weights_bytes": None if settings.weights is None else settings.weights.stat().st_size,
+        "weights_checksum": None if settings.weights is None else file_digest(settings.weights),
         "data": ",".join(Path(part.strip()).name for part in str(settings.data).split(",")),
         "images": len(opened.dataset),
+        "images_checksum": opened.dataset.digest(),
         "image_size": list(opened.preprocessing.image_size),
         "crop_pct": opened.preprocessing.crop_pct,
         "classes": opened.dataset.targets is not None,
