@@ -10,6 +10,14 @@ class MctfError(ValueError):
     """Input that mctf refuses. The message is one sentence that names the cure."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory is exhausted; on the CPU torch raises a plain RuntimeError."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("allocate memory" in text or "out of memory" in text)
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A clause for an error message: the closest valid word, or the list of all of them unless they are many."""
     spelled = {each.lower(): each for each in sorted(choices)}

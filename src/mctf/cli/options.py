@@ -1,5 +1,6 @@
 """Options that several commands share. The library's own parsers read r, blocks and image sizes."""
 
+import math
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,27 @@ from .._utils import parse_image_size
 from ..core.schedule import ReductionSpec, parse_blocks, parse_r
 from ..errors import MctfError
 
-FILE = click.Path(path_type=Path)
+
+class FileName(click.Path):
+    """The type of an option that names a file or a folder; an empty name, as of an unset variable, is refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value) == "":
+            self.fail("the name is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FILE = FileName(path_type=Path)
+
+
+class FiniteRange(click.FloatRange):
+    """A range that refuses nan, which compares with nothing."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a number", param, ctx)
+        return number
 
 
 class Parsed(click.ParamType):
@@ -86,7 +107,7 @@ weights_option: Decorator = click.option(
 )
 classes_option: Decorator = click.option("--classes", type=FILE, help="TSV of index, class folder and name.")
 crop_option: Decorator = click.option(
-    "--crop-pct", type=click.FloatRange(0.1, 1), help="Share of the shorter side in the crop."
+    "--crop-pct", type=FiniteRange(0.1, 1), help="Share of the shorter side in the crop."
 )
 batch_size_option: Decorator = click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
 limit_option: Decorator = click.option(

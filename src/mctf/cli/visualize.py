@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import MctfError
-from ..models.loading import load_described
 from .options import (
     BLOCKS,
     FILE,
@@ -20,8 +19,8 @@ from .options import (
     reduction_option,
     weights_option,
 )
-from .output import check_writable
-from .progress import progress
+from .output import check_outputs
+from .progress import Command, progress
 
 if TYPE_CHECKING:
     from ..core.schedule import ReductionSpec
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "visualize",
+    cls=Command,
     epilog="""\b
 Examples:
   mctf visualize cat.jpg --model embedded
@@ -81,12 +81,13 @@ def command(
     options = parse_options(pairs)
     if output.suffix.lower() != ".png":
         raise MctfError(f"the picture is a PNG: name it {output.stem}.png, not {output.name}")
-    check_writable(output)
+    check_outputs(output, inputs=(*images, weights))
 
     from ..api import fuse
     from ..data import Preprocessing
     from ..hosts import find_host
     from ..methods import make_method
+    from ..models.loading import load_described
     from ..planning import plan
     from ..viz.contact_sheet import choose_blocks, contact_sheet, write_png
     from ..viz.fused_patches import open_image

@@ -16,7 +16,7 @@ from ..data import EvalLoader, ImageDataset, Preprocessing, open_dataset
 from ..distributed import DistributedContext, init_distributed
 from ..errors import MctfError
 from ..models.loading import load_model
-from .environment import command_line, describe_device, pick_device, versions
+from .environment import command_line, describe_device, pick_device, set_threads, versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,7 @@ class EvalRun:
 @contextmanager
 def open_run(options: RunOptions) -> Iterator[EvalRun]:
     """Find the images, join the ranks of torchrun if there are any, and load the model."""
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    set_threads(options.threads)
     torch.manual_seed(0)  # untrained layers are the same in every run and on every rank
     dataset = open_dataset(options.data)
     with init_distributed(pick_device(options.device_name)) as distributed:
