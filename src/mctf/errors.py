@@ -7,7 +7,17 @@ _MANY = 60  # more words than an error message should list
 
 
 class MctfError(ValueError):
-    """Input that mctf refuses. The message is one sentence that names the cure."""
+    """Input that mctf refuses. The message is one sentence that names the cure, in one line that a terminal prints."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what is not printable: names of files may hold line breaks and terminal commands."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

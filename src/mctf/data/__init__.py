@@ -1,6 +1,7 @@
 """Images of folders, zip files and the Hugging Face hub: datasets, preprocessing, evaluation and training batches."""
 
 from .dataset import ImageDataset, open_dataset
+from .decode import ReadLimits
 from .feed import Feed, make_feed
 from .feed_options import FEED_CHOICES, FEED_LIMITS, FeedOptions, check_feed_option
 from .gpu_feed import Progress
@@ -19,6 +20,7 @@ __all__ = [
     "ImageDataset",
     "Preprocessing",
     "Progress",
+    "ReadLimits",
     "ResumableSampler",
     "check_feed_option",
     "make_feed",

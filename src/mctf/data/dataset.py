@@ -1,6 +1,7 @@
 """One dataset for evaluation and training: images of folders, zip files and the Hugging Face hub, and their classes."""
 
 import hashlib
+import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import MctfError
+from .decode import DEFAULT_LIMITS, ReadLimits
 from .labels import encode_targets, number_classes, number_for_model, read_class_table
 from .readers import ImageReader, open_reader
 
@@ -186,18 +188,25 @@ class ImageDataset:
 
 
 def open_dataset(
-    source: Source, *, classes: Path | None = None, class_to_idx: Mapping[str, int] | None = None
+    source: Source,
+    *,
+    classes: Path | None = None,
+    class_to_idx: Mapping[str, int] | None = None,
+    limits: ReadLimits = DEFAULT_LIMITS,
 ) -> ImageDataset:
     """The images of a folder, of one or several zip files, or of "hf:NAME[:SPLIT]"; several in a list or with commas.
 
     classes: a TSV file of index, class and name. class_to_idx: the class indices of a trained model; a class that it
     lacks is refused. Without both, classes have the dataset's own order (hub) or the order of their names.
-    Folders of the same name in several sources are one class.
+    Folders of the same name in several sources are one class. limits: images beyond them are unreadable.
     """
     parts = _split_sources(source)
-    if not parts:
-        raise MctfError("no images are given: name a folder, zip files, or a dataset as hf:NAME")
-    readers = tuple(open_reader(part) for part in parts)
+    if not parts or not all(parts):
+        raise MctfError(
+            "an empty name is given for the images, as by an unset shell variable: name a folder, zip files, or a "
+            "dataset as hf:NAME"
+        )
+    readers = tuple(open_reader(part, limits) for part in parts)
     unlabeled = next((reader.unlabeled for reader in readers if reader.class_names is None), "")
     names = None if unlabeled else [name for reader in readers for name in reader.class_names or ()]
     rows = range(sum(len(reader) for reader in readers))
@@ -213,9 +222,9 @@ def _split_sources(source: Source) -> list[str]:
     if not isinstance(source, (str, Path)):
         return [part for each in source for part in _split_sources(each)]
     text = str(source)
-    if text and Path(text).exists():  # a comma may be part of a name
+    if text.strip() and os.path.exists(text):  # a comma may be part of a name
         return [text]
-    return [part.strip() for part in text.split(",") if part.strip()]
+    return [part.strip() for part in text.split(",")]
 
 
 def _own_order(readers: Sequence[ImageReader]) -> Sequence[str] | None:
