@@ -106,7 +106,7 @@ class TestSources:
 
     @pytest.mark.parametrize("source", ["", " ", ",", [], ["x", ""], "x.zip,", ",x.zip"])
     def test_empty_name(self, source: str | list[str]) -> None:
-        with pytest.raises(MctfError, match="an empty name is given for the images, as by an unset shell variable"):
+        with pytest.raises(MctfError, match="no images are given: a name in --data is empty, as by an unset shell"):
             open_dataset(source)
 
     def test_many_names(self) -> None:

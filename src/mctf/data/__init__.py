@@ -3,7 +3,7 @@
 from .dataset import ImageDataset, open_dataset
 from .decode import ReadLimits
 from .feed import Feed, make_feed
-from .feed_options import FEED_CHOICES, FEED_LIMITS, FeedOptions, check_feed_option
+from .feed_options import FEED_CHOICES, FEED_LIMITS, FeedOptions, OnCorrupt, check_feed_option
 from .gpu_feed import Progress
 from .loader import Batch, EvalLoader
 from .resources import num_workers
@@ -18,6 +18,7 @@ __all__ = [
     "Feed",
     "FeedOptions",
     "ImageDataset",
+    "OnCorrupt",
     "Preprocessing",
     "Progress",
     "ReadLimits",

@@ -4,7 +4,7 @@ import hashlib
 import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -23,6 +23,11 @@ Source = Path | str | Sequence[Path | str]
 _SPLITS = {"train", "training", "val", "valid", "validation", "test"}
 _MAX_CONSECUTIVE_FAILURES = 100  # more unreadable images in a row than chance gives: the source is damaged
 _MAX_WARNINGS = 5
+SKIP_HINT = "skip unreadable images (--on-corrupt skip)"
+
+
+class SkippedImageWarning(UserWarning):
+    """An unreadable image is left out."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +113,28 @@ class ImageDataset:
                 return self.read(candidate), candidate, failures
             except MctfError as error:
                 if not skip:
-                    raise MctfError(f"{error}, or skip unreadable images (on_corrupt = skip)") from None
+                    raise MctfError(f"{error}, or {SKIP_HINT}") from None
                 failures.append(ReadFailure(candidate, str(error)))
         raise MctfError(f"{len(failures)} images in a row are unreadable, the first: {failures[0].reason}")
+
+    def readable(self, *, skip: bool) -> Iterator[tuple[int, Image.Image]]:
+        """Index and image of all readable images in order; raises MctfError if there are none.
+
+        skip: if False, an unreadable image raises MctfError.
+        """
+        found, failure = False, None
+        for index in range(len(self)):
+            try:
+                image = self.read(index)
+            except MctfError as error:
+                if not skip:
+                    raise MctfError(f"{error}, or {SKIP_HINT}") from None
+                failure = failure or ReadFailure(index, str(error))
+                continue
+            found = True
+            yield index, image
+        if failure is not None and not found:
+            raise none_readable(len(self), failure)
 
     def subset(self, indices: Sequence[int]) -> "ImageDataset":
         """These images, with the classes that they have in the whole dataset."""
@@ -203,8 +227,8 @@ def open_dataset(
     parts = _split_sources(source)
     if not parts or not all(parts):
         raise MctfError(
-            "an empty name is given for the images, as by an unset shell variable: name a folder, zip files, or a "
-            "dataset as hf:NAME"
+            "no images are given: a name in --data is empty, as by an unset shell variable; name a folder, zip files, "
+            "or a dataset as hf:NAME"
         )
     readers = tuple(open_reader(part, limits) for part in parts)
     unlabeled = next((reader.unlabeled for reader in readers if reader.class_names is None), "")
@@ -216,6 +240,11 @@ def open_dataset(
     if classes is not None:
         return dataset.numbered(read_class_table(classes))
     return dataset if names is None else dataset.numbered(number_classes(names, order=_own_order(readers)))
+
+
+def none_readable(count: int, first: ReadFailure) -> MctfError:
+    """The error of a source whose images are all unreadable."""
+    return MctfError(first.reason if count == 1 else f"none of {count} images is readable, the first: {first.reason}")
 
 
 def _split_sources(source: Source) -> list[str]:
@@ -248,6 +277,7 @@ class SkippedImages:
                 continue
             self._indices.add(failure.index)
             if len(self) <= _MAX_WARNINGS:
-                warnings.warn(f"skipped: {failure.reason}", stacklevel=2)
+                warnings.warn(f"skipped: {failure.reason}", SkippedImageWarning, stacklevel=2)
             elif len(self) == _MAX_WARNINGS + 1:
-                warnings.warn("further unreadable images are skipped and counted without a warning", stacklevel=2)
+                further = "further unreadable images are skipped and counted without a warning"
+                warnings.warn(further, SkippedImageWarning, stacklevel=2)

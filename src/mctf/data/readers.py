@@ -74,7 +74,7 @@ def open_reader(source: str, limits: ReadLimits = DEFAULT_LIMITS) -> ImageReader
             return FolderReader(path, limits)
         kind = describe_kind(mode)
         if kind is not None:
-            raise MctfError(f"{path} is {kind}: give a folder or a zip file of images")
+            raise MctfError(f"{path} is {kind}, not a regular file: give a folder or a zip file of images")
         with path.open("rb") as file:
             start = file.read(_TAR_MAGIC_AT + len(_TAR_MAGIC))
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
