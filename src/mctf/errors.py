@@ -1,13 +1,28 @@
 """The one exception that users see: what was expected, what came, what to do about it."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+_OVERLONG, _KEPT = re.compile(r"\S{320,}"), 120  # of a word, at both ends
 _MANY = 60  # more words than an error message should list
 
 
 class MctfError(ValueError):
-    """Input that mctf refuses. The message is one sentence that names the cure."""
+    """Input that mctf refuses. The message is one sentence that names the cure, in one line that a terminal prints."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """The text in one line: escapes for what is not printable, and overlong words without their middle.
+
+    Names of files may hold line breaks and terminal commands.
+    """
+    if not text.isprintable():
+        text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    return _OVERLONG.sub(lambda word: f"{word[0][:_KEPT]}…{word[0][-_KEPT:]}", text)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

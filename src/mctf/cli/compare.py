@@ -91,7 +91,7 @@ def command(
         "rows": [result.as_dict() for result in comparison.results],
         "refusals": [asdict(refusal) for refusal in refusals],
         "verdicts": verdicts(comparison.results),
-        "notes": [*run.dataset.notes, *comparison.notes, _THROUGHPUT],
+        "notes": [*run.notes(images=comparison.images), *comparison.notes, _THROUGHPUT],
     }
     give_json(facts, file=output, as_json=as_json)
     if plot is not None:

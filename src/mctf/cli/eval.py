@@ -70,7 +70,7 @@ def command(
         return
     facts = {
         **run.facts(images=evaluation.images),
-        "notes": [*run.dataset.notes, *evaluation.notes],
+        "notes": [*run.notes(images=evaluation.images), *evaluation.notes],
         "rows": [asdict(row) for row in evaluation.rows],
     }
     give_json(facts, file=output, as_json=as_json)

@@ -129,6 +129,33 @@ output_option: Decorator = click.option("--output", type=FILE, help="Also write 
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 
 
+def limits_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The fields of `mctf.data.ReadLimits`."""
+    options = (
+        click.option(
+            "--max-pixels", type=click.IntRange(1), help="Pixels of one image at most; 100 million by default."
+        ),
+        click.option(
+            "--max-bytes", type=click.IntRange(1), help="Bytes of one image file at most; 256 MiB by default."
+        ),
+        click.option(
+            "--max-aspect", type=click.FloatRange(1), help="Longer over shorter side at most; 100 by default."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+on_corrupt_option: Decorator = click.option(
+    "--on-corrupt",
+    type=click.Choice(("stop", "skip")),
+    default="stop",
+    show_default=True,
+    help="What to do about an unreadable image.",
+)
+
+
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The fields of `mctf.evaluation.setup.RunOptions` except the model, then --output and --json."""
     options = (
@@ -140,6 +167,8 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         batch_size_option,
         limit_option,
         click.option("--workers", type=click.IntRange(0), help="Loader processes; none on the CPU by default."),
+        on_corrupt_option,
+        limits_options,
         device_option,
         dtype_option,
         threads_option,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .._utils import plural
 from ..errors import MctfError
 from .options import (
     FILE,
@@ -20,6 +21,8 @@ from .options import (
     image_size_option,
     json_option,
     limit_option,
+    limits_options,
+    on_corrupt_option,
     parse_names,
     progress_option,
     threads_option,
@@ -70,6 +73,8 @@ Examples:
 @crop_option
 @batch_size_option
 @limit_option
+@on_corrupt_option
+@limits_options
 @device_option
 @threads_option
 @progress_option
@@ -110,7 +115,8 @@ def command(
         with open_run(RunOptions(model=model, data=data, limit=limit, **options)) as opened:
             subject, conditions = _subject(opened, quick=quick)
             report = _run(out, requested, subject, conditions, quick=quick, again=again, progress=options["progress"])
-        for note in opened.dataset.notes:
+        skipped = opened.batches.skipped
+        for note in opened.notes(images=len(opened.dataset) - skipped):
             click.echo(f"note: {note}", err=True)
     click.echo(json.dumps(report, indent=1) if as_json else out / "index.html")
 
@@ -180,6 +186,8 @@ def _facts(conditions: "Conditions", finished: dict[str, "Record"], subject: "Su
         facts["Model"] = f"{conditions['model']}, weights: {conditions['weights']}"
         facts["Images"] = f"{conditions['images']} of {conditions['data']}, {size}, crop {conditions['crop_pct']:g}"
     if subject is not None:
+        if subject.batches.skipped:
+            facts["Images"] += f", {plural(subject.batches.skipped, 'unreadable image')} skipped"
         facts["Device"] = describe_device(next(subject.model.parameters()).device) + ", float32"
     facts["Versions"] = ", ".join(f"{name} {version}" for name, version in versions().items())
     source = commit()
