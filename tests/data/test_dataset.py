@@ -94,7 +94,7 @@ class TestSources:
     def test_several_are_one_dataset(self, tmp_path: Path) -> None:
         first = zip_folder(write_folder(tmp_path / "x", "ant/1.png", "cow/2.png"), tmp_path / "x.zip")
         second = write_folder(tmp_path / "y", "bee/1.png", "cow/2.png", "cow/3.png")
-        for source in ([first, second], f"{first},{second}", f"{first}, {second},", [str(first), second]):
+        for source in ([first, second], f"{first},{second}", f"{first}, {second}", [str(first), second]):
             dataset = open_dataset(source)
             assert targets_of(dataset) == [0, 2, 1, 2, 2]
             for index, seed in enumerate((0, 1, 0, 1, 2)):
@@ -104,10 +104,14 @@ class TestSources:
         folder = write_folder(tmp_path / "cats,dogs", "cat/1.png", "dog/2.png")
         assert targets_of(open_dataset(str(folder))) == [0, 1]
 
-    @pytest.mark.parametrize("source", ["", ",", []])
-    def test_none_at_all(self, source: str | list[str]) -> None:
-        with pytest.raises(MctfError, match="no images are given: name a folder"):
+    @pytest.mark.parametrize("source", ["", " ", ",", [], ["x", ""], "x.zip,", ",x.zip"])
+    def test_empty_name(self, source: str | list[str]) -> None:
+        with pytest.raises(MctfError, match="no images are given: a name in --data is empty, as by an unset shell"):
             open_dataset(source)
+
+    def test_many_names(self) -> None:
+        with pytest.raises(MctfError, match=r"there is no \.zip: "):
+            open_dataset(",".join([".zip"] * 1000))  # too long for the name of one file
 
 
 class TestSubsets:

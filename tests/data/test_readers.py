@@ -242,5 +242,5 @@ class TestHub:
     def test_damaged_image(self) -> None:
         rows = hub_rows([0, 1])
         rows.columns["img"][1] = None
-        with pytest.raises(MctfError, match=r"image 1 of pets is not readable \(.*\): repair or remove it"):
+        with pytest.raises(MctfError, match=r"image 1 of pets is not a readable image \(.*\): repair or remove it"):
             HubReader(rows, source="pets").read(1)

@@ -64,3 +64,13 @@ def test_patch_embedding_by_matmul_equals_the_convolution(model, device):
     images = torch.randn(2, 3, 101, 96, device=device)
     expected = convolution(images)
     torch.testing.assert_close(product._multiply(images), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["mctf", "mctf_exact", "tome", "evit"])
+def test_a_batch_without_images(method, device):
+    options = {"depth": 2, "img_size": 96, "dynamic_img_size": False}  # with dynamic sizes timm takes no empty batch
+    model = timm.create_model("test_vit", num_classes=10, **options).eval().to(device)
+    mctf.fuse(model, method, r=8)
+    logits = model(torch.randn(0, 3, 96, 96, device=device))
+    assert logits.shape == (0, 10)
+    logits.sum().backward()

@@ -47,7 +47,9 @@ class Assignment:
         batch, _, channels = x.shape
         rows = x.flatten(0, 1)
         index = self._flat_slots()[:, None].expand_as(rows)
-        return rows.new_zeros(batch * self.count, channels).scatter_add(0, index, rows).view(batch, -1, channels)
+        return (
+            rows.new_zeros(batch * self.count, channels).scatter_add(0, index, rows).view(batch, self.count, channels)
+        )
 
     def shares(self, weights: Tensor) -> Tensor:
         """Each token's share of its slot's weight, B N: w_i / sum of w over the slot; 0 where that sum is 0."""
@@ -67,7 +69,7 @@ class Assignment:
             order, start = self._bags
             rows, row_shares = x.flatten(0, 1), shares.flatten()[order]
             pooled = F.embedding_bag(order, rows, start, mode="sum", per_sample_weights=row_shares)
-            return pooled.view(x.shape[0], -1, x.shape[2])
+            return pooled.view(x.shape[0], self.count, x.shape[2])
         return self.sum(x * shares[..., None]).to(x.dtype)
 
     @cached_property
@@ -88,7 +90,7 @@ class Assignment:
     def unpool(self, fused: Tensor) -> Tensor:
         """Each token takes the value of its slot: B M … -> B N …."""
         batch, tokens = self.slots.shape
-        rows = fused.reshape(batch * self.count, -1).index_select(0, self._flat_slots())
+        rows = fused.reshape(batch * self.count, fused.shape[2:].numel()).index_select(0, self._flat_slots())
         return rows.view(batch, tokens, *fused.shape[2:])
 
     def first_of_slot(self, x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def attention_map(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, b
     mask = additive_mask(sizes, bias, logits)
     if mask is not None:
         logits += mask.expand(batch, heads, -1, -1).flatten(0, 1)
-    return logits.softmax(dim=-1).unflatten(0, (-1, heads))
+    return logits.softmax(dim=-1).unflatten(0, (batch, heads))
 
 
 @torch.no_grad()

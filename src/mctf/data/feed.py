@@ -68,7 +68,7 @@ def make_feed(
 
     data, classes: see `open_dataset`. progress: called with the images decoded into memory so far, and their number.
     """
-    dataset = open_dataset(data, classes=classes).check_trainable()
+    dataset = open_dataset(data, classes=classes, limits=options.limits).check_trainable()
     sampler = ResumableSampler(
         len(dataset), options.batch, seed=options.seed, repeats=options.repeated, rank=rank, world_size=world_size
     )

@@ -31,8 +31,8 @@ _ROW_WEIGHTS = {"mean": (1.0, 0.0), "class": (0.0, 1.0), "both": (0.5, 0.5)}
 
 
 def use_kernels(x: Tensor) -> bool:
-    """Whether the Triton versions serve this tensor."""
-    return launch.enabled and (x.is_cuda or launch.INTERPRETED) and x.dtype in _DTYPES
+    """Whether the Triton versions serve this tensor; a batch without images has nothing to launch."""
+    return launch.enabled and (x.is_cuda or launch.INTERPRETED) and x.dtype in _DTYPES and x.shape[0] != 0
 
 
 def _use_attention_kernels(

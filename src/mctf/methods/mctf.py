@@ -225,6 +225,8 @@ def _max_pooled_context(full_map: Tensor, values: Tensor, assignment: Assignment
     full_map: B H N N; values: B H M d. The maximum does not commute with the product, so this ablation holds the map.
     """
     batch, heads, tokens, _ = full_map.shape
-    columns = assignment.sum(full_map.permute(0, 3, 1, 2).flatten(2)).view(batch, -1, heads, tokens)  # B M H N
-    rows = assignment.max_pool(columns.permute(0, 3, 2, 1).flatten(2)).view(batch, -1, heads, assignment.count)
+    columns = assignment.sum(full_map.permute(0, 3, 1, 2).flatten(2)).view(batch, assignment.count, heads, tokens)
+    rows = assignment.max_pool(columns.permute(0, 3, 2, 1).flatten(2)).view(
+        batch, assignment.count, heads, assignment.count
+    )
     return (rows.transpose(1, 2).to(values.dtype) @ values).transpose(1, 2).flatten(2)

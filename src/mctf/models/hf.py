@@ -1,18 +1,22 @@
 """Models of transformers by name: `hf:` and a directory written by save_pretrained, or a name on the model hub."""
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._utils import first_line, optional_import
-from ..errors import MctfError
+from ..errors import MctfError, is_out_of_memory
 from ..hosts import find_host
 from .hf_images import ImageModel, read_preprocessing
 from .loading import WeightsUnavailableError, cached_file
+from .state_dict import check_kind, check_values, explain_failure, read_state_dict
 
 _EXPECTED = "a directory written by save_pretrained, or a name on the model hub"
 _PREPROCESSING_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -33,27 +37,47 @@ def create_hf(
             _check_exists(source)
             config = _read_config(transformers, source, options)
             if pretrained:
+                _check_files(transformers, source, config)
                 model = _load(transformers, source, config)
             else:
                 kind = _classifier_class(transformers, config)
-                model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
+                model = (
+                    transformers.AutoModel.from_config(config, trust_remote_code=False)
+                    if kind is None
+                    else kind(config)
+                )
             preprocessing = _read_preprocessing(transformers, source)
+            find_host(model)  # raises MctfError with the reason where the model cannot be fused
+            if pretrained:
+                check_values(model, name)
+            return ImageModel.of(model, preprocessing, image_size=image_size).eval()
     except MctfError:
         raise
-    except Exception as failure:  # network, hub and config errors share no base class
-        raise MctfError(f"{name} cannot be loaded ({first_line(failure)}): give hf: and {_EXPECTED}") from None
-    find_host(model)  # raises MctfError with the reason where the model cannot be fused
-    return ImageModel.of(model, preprocessing, image_size=image_size).eval()
+    except Exception as failure:  # network, hub, config and weights errors share no base class
+        raise MctfError(f"{name} {_explain(failure)}") from None
+
+
+def _explain(failure: Exception) -> str:
+    """The predicate of a sentence about a model that transformers could not create."""
+    if "trust_remote_code" in str(failure):
+        return "brings code of its own, which is not run: use a model whose code is in transformers"
+    if isinstance(failure, UnpicklingError):
+        return explain_failure(failure)
+    if is_out_of_memory(failure):
+        return "does not fit into memory: use a smaller model"
+    return f"cannot be loaded ({first_line(failure)[:300]}): give hf: and {_EXPECTED}"
 
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """Without transformers' progress bars and loading reports."""
+    """Without transformers' progress bars and loading reports, and without warnings."""
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.set_verbosity(level)
         if bars:
@@ -62,6 +86,8 @@ def _quiet(logging: Any) -> Iterator[None]:
 
 def _check_exists(source: str) -> None:
     """Raise MctfError within seconds; transformers retries for most of a minute."""
+    if not source.strip():
+        raise MctfError(f"hf: names no model: give hf: and {_EXPECTED}")
     if Path(source).is_dir():
         return
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
@@ -73,7 +99,7 @@ def _check_exists(source: str) -> None:
 
 
 def _read_config(transformers: Any, source: str, options: dict[str, Any]) -> Any:
-    config = transformers.AutoConfig.from_pretrained(source)
+    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     for option, value in options.items():
         if not hasattr(config, option):
             raise MctfError(f"hf:{source} cannot be created with {option}: its config has no such entry")
@@ -89,10 +115,27 @@ def _classifier_class(transformers: Any, config: Any) -> Any:
     return getattr(transformers, name, None) if "ForImageClassification" in name else None
 
 
+def _check_files(transformers: Any, source: str, config: Any) -> None:
+    """Raise MctfError for saved weights of integers, which transformers converts without a word."""
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        path = transformers.utils.cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if path is not None:
+            for key, value in read_state_dict(Path(path)).items():
+                if key.endswith((".weight", ".bias")):
+                    check_kind(key, value.dtype, torch.float32, f"hf:{source}")
+            return
+
+
 def _load(transformers: Any, source: str, config: Any) -> nn.Module:
     """The model with all of its weights; a pooler that was saved without weights is removed."""
-    kind = _classifier_class(transformers, config) or transformers.AutoModel
-    model, report = kind.from_pretrained(source, config=config, output_loading_info=True)
+    kind = _classifier_class(transformers, config)
+    options: dict[str, Any] = {"config": config, "output_loading_info": True}
+    if kind is None:
+        model, report = transformers.AutoModel.from_pretrained(source, trust_remote_code=False, **options)
+    else:
+        model, report = kind.from_pretrained(source, **options)
     missing = sorted(key for key in report["missing_keys"] if not key.endswith("mask_token"))  # nothing is masked here
     needed = [key for key in missing if not key.startswith("pooler.")]
     if needed:

@@ -5,7 +5,6 @@ cache of the model hub or are downloaded. Where neither is possible, the error c
 """
 
 import copy
-from argparse import Namespace
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import first_line
-from ..errors import MctfError, did_you_mean
+from ..errors import MctfError, did_you_mean, is_out_of_memory
 from ..methods._layers import split_state_dict, stash_layers
+from .state_dict import check_finite, check_values, convert, fit_state_dict, read_state_dict
 
 RANDOM = "random"
 HUB_TIMEOUT = 5.0  # seconds for the first answer of the model hub; `hf_hub_download` retries for 23 s
-
-# Keys under which trainers nest the state_dict. Averaged weights come first: authors report the accuracy of those.
-_WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
 class WeightsUnavailableError(MctfError):
@@ -66,13 +63,15 @@ def load_model(
     if weights is not None:
         return _load_file(name, Path(weights), image_size, options)
     try:
-        return create(name, image_size=image_size, **pretrained_options(name), **options)
+        model = create(name, image_size=image_size, **pretrained_options(name), **options)
     except MctfError:
         raise
     except Exception as failure:  # network, hub and cache errors share no base class
         raise WeightsUnavailableError(
             f"the pretrained weights of {name} cannot be fetched ({first_line(failure)}): pass a file with --weights"
         ) from None
+    check_values(model, f"the pretrained file of {name}")
+    return model
 
 
 def create(name: str, *, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
@@ -88,6 +87,11 @@ def create(name: str, *, image_size: tuple[int, int] | None = None, **options: A
         return timm.create_model(name, **options).eval()
     except TypeError as refusal:
         raise MctfError(f"{name} cannot be created with {options}: {refusal}") from None
+    except Exception as failure:
+        if not is_out_of_memory(failure):
+            raise
+        size = "" if image_size is None else f" for images of {image_size[0]}x{image_size[1]}"
+        raise MctfError(f"{name}{size} does not fit into memory: choose a smaller image size or model") from None
 
 
 def create_empty(name: str, *, image_size: tuple[int, int] | None = None) -> nn.Module:
@@ -175,7 +179,7 @@ def _num_classes(state: dict[str, Tensor], model: nn.Module) -> int | None:
     classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
     name = classifier[0] if isinstance(classifier, (tuple, list)) else classifier
     weight = state.get(f"{name}.weight")
-    return None if weight is None or weight.dim() == 0 else weight.shape[0]
+    return None if weight is None or weight.dim() == 0 else weight.shape[0] or None
 
 
 def load_weights(model: nn.Module, path: Path, *, state: dict[str, Tensor] | None = None) -> None:
@@ -185,39 +189,12 @@ def load_weights(model: nn.Module, path: Path, *, state: dict[str, Tensor] | Non
     unless the model is fused and has them.
     """
     state = read_state_dict(path) if state is None else state
-    own = model.state_dict()
     layers: dict[str, Tensor] = {}
-    if not split_state_dict(own)[1]:
+    if not split_state_dict(model.state_dict())[1]:
         state, layers = split_state_dict(state)
-    differences = [f"it lacks {key}" for key in sorted(own.keys() - state.keys())[:1]]
-    differences += [f"it has an unexpected {key}" for key in sorted(state.keys() - own.keys())[:1]]
-    shapes = {key: (tuple(state[key].shape), tuple(own[key].shape)) for key in sorted(own.keys() & state.keys())}
-    differences += [f"{key} is {theirs}, not {ours}" for key, (theirs, ours) in shapes.items() if theirs != ours][:1]
-    if differences:
-        raise MctfError(f"{path.name} holds weights of another model: {'; '.join(differences)}")
-    model.load_state_dict(state)
+    fitted = fit_state_dict(state, model, path.name)
+    layers = {key: convert(key, value, torch.float32, path.name) for key, value in layers.items()}
+    check_finite(layers, path.name)
+    model.load_state_dict(fitted)
     if layers:
         stash_layers(model, layers)
-
-
-def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Tensors by name from a file; no code in it is executed. Common wrappers and prefixes are removed."""
-    if not path.is_file():
-        raise MctfError(f"there is no weights file {path}: give a .safetensors, .pt or .pth file")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            loaded: Any = load_file(path)
-        else:
-            # trainers store their arguments beside the weights; a Namespace is data, reading it runs nothing
-            with torch.serialization.safe_globals([Namespace]):
-                loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as failure:  # damaged files raise errors of many classes
-        raise MctfError(f"{path} cannot be read as weights ({first_line(failure)}): fetch it again") from None
-    for _ in _WRAPPERS:  # one inside the other, but no endless nesting
-        inner = [loaded[name] for name in _WRAPPERS if isinstance(loaded, dict) and isinstance(loaded.get(name), dict)]
-        loaded = inner[0] if inner else loaded
-    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise MctfError(f"{path} holds no state_dict: expected tensors by name")
-    return {key.removeprefix("module."): value for key, value in loaded.items()}

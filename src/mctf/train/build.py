@@ -30,6 +30,7 @@ from .signals import catch_signals
 from .teachers import Distillation, OriginalModel, Teacher
 
 RECIPE_FILE = "recipe.toml"
+_PROBED = 16  # validation images that are read before training
 _RECIPE_HEADING = "# written by mctf finetune"
 
 
@@ -160,6 +161,7 @@ def build_trainer(recipe: Recipe, distributed: DistributedContext, *, on_decodin
             workers=recipe.workers,
             in_memory=recipe.in_memory,  # type: ignore[arg-type]
             on_corrupt=recipe.on_corrupt,  # type: ignore[arg-type]
+            limits=recipe.limits,
         ),
         device=distributed.device,
         rank=distributed.rank,
@@ -168,7 +170,10 @@ def build_trainer(recipe: Recipe, distributed: DistributedContext, *, on_decodin
         progress=on_decoding if distributed.is_main else None,
     )
     if recipe.validation is not None:
-        open_dataset(recipe.validation, class_to_idx=feed.class_to_idx)  # refuses other classes before training
+        # other classes and unreadable images are refused before training
+        validation = open_dataset(recipe.validation, class_to_idx=feed.class_to_idx, limits=recipe.limits)
+        for _ in validation.spaced(_PROBED).readable(skip=recipe.on_corrupt == "skip"):
+            pass
     same_classes = model.num_classes == feed.num_classes
     if not same_classes:
         model.reset_classifier(feed.num_classes)
