@@ -67,7 +67,8 @@ class MCTF(Method):
         for option, choices in _CHOICES.items():
             value = getattr(self, option)
             if not isinstance(value, str) or value not in choices:
-                raise MctfError(f"{option}={shown(value)} is unknown: {did_you_mean(shown(value).strip("'"), choices)}")
+                word = value if isinstance(value, str) else shown(value)
+                raise MctfError(f"{option}={shown(value)} is unknown: {did_you_mean(word, choices)}")
         check_bool(bidirectional=self.bidirectional, proportional=self.proportional)
         if self.attention == "exact" and self.pooling == "max":
             raise MctfError(
