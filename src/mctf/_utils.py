@@ -1,6 +1,9 @@
 """Small helpers that every room may use: counts in sentences, sizes as typed, files written whole."""
 
+import errno
 import os
+import stat
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -12,6 +15,8 @@ from typing import IO
 from .errors import MctfError, shown
 
 MAX_SIDE = 1 << 16  # pixels; image formats end here, and so do token counts that a computer can hold
+
+_NAME_BYTES = 255  # of a file's name, in every file system in use
 
 
 def plural(number: int, noun: str, many: str | None = None) -> str:
@@ -74,14 +79,102 @@ def parse_image_size(value: object) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
-def atomic_write(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Write under a temporary name in the same folder, then rename: a reader never sees half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def check_target(path: Path) -> None:
+    """Raise MctfError where `atomic_write` could not write a file; nothing is written."""
+    folder = _resolve(path).parent
     try:
-        with atomic_file(temporary, lambda: path, sync=sync) as file:
-            file.write(content)
+        facts = os.stat(path)
     except OSError as failure:
-        raise MctfError(f"{path} cannot be written ({failure.strerror}): choose another file") from None
+        if failure.errno != errno.ENOENT:
+            raise _unwritable(path, failure) from None
+        if not folder.is_dir():
+            raise MctfError(f"there is no folder {folder} to write {path.name} into: create it first") from None
+    else:
+        if stat.S_ISDIR(facts.st_mode):
+            raise MctfError(f"{path} is a folder: give the name of a file to write")
+        if not stat.S_ISREG(facts.st_mode):
+            os.close(_open_stream(path, facts.st_mode))
+            return
+        if not os.access(path, os.W_OK):
+            raise MctfError(f"{path} is write-protected: choose another file")
+    check_folder(folder, f"choose another folder for {path.name}")
+
+
+def check_folder(folder: Path, cure: str) -> None:
+    """Raise MctfError where no file can be created in a folder, which need not exist yet; nothing stays behind."""
+    try:
+        nearest = next(part for part in (folder, *folder.absolute().parents) if os.path.lexists(part))
+        if not nearest.is_dir():
+            raise MctfError(f"{nearest} is not a folder: {cure}")
+        with tempfile.TemporaryFile(dir=nearest):  # permissions do not tell: root may write anywhere but in /proc
+            pass
+        for part in folder.absolute().parts:
+            if len(os.fsencode(part)) > _NAME_BYTES:
+                raise MctfError(f"the name {part[:20]}… is longer than {_NAME_BYTES} bytes: {cure}")
+    except (OSError, ValueError) as failure:
+        if isinstance(failure, MctfError):
+            raise
+        reason = getattr(failure, "strerror", None) or first_line(failure)
+        raise MctfError(f"{folder} cannot be written to ({reason}): {cure}") from None
+
+
+def atomic_write(path: Path, content: bytes, *, sync: bool = False) -> None:
+    """Write under a temporary name in the same folder, then rename: a reader never sees half a file.
+
+    A symbolic link keeps pointing where it does: its target is written. An existing file keeps its permissions. A
+    terminal, a pipe or another stream is written to; disks, sockets and folders are refused.
+    """
+    try:
+        facts = os.stat(path) if path.exists() else None
+        if facts is not None and (not stat.S_ISREG(facts.st_mode) or _is_standard_stream(facts)):
+            with os.fdopen(_open_stream(path, facts.st_mode), "wb") as stream:
+                stream.write(content)
+            return
+        target = _resolve(path)
+        temporary = target.with_name(f".{target.name[:50]}.{os.getpid()}")  # a name has at most 255 bytes
+        with atomic_file(temporary, lambda: target, sync=sync) as file:
+            file.write(content)
+            if facts is not None:
+                os.chmod(temporary, stat.S_IMODE(facts.st_mode))
+    except OSError as failure:
+        raise _unwritable(path, failure) from None
+
+
+def _unwritable(path: Path, failure: OSError) -> MctfError:
+    return MctfError(f"{path} cannot be written ({failure.strerror or failure}): choose another file")
+
+
+def _resolve(path: Path) -> Path:
+    """The file behind symbolic links, which need not exist; raises MctfError for links in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError) as failure:  # RuntimeError: links in a circle; ValueError: a null byte
+        raise MctfError(f"{path} cannot be written ({first_line(failure)}): choose another file") from None
+
+
+def _is_standard_stream(facts: os.stat_result) -> bool:
+    """Whether stdout or stderr is this file (`--output /dev/stdout > file`): it must not be replaced by another."""
+    for number in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(number), facts):
+                return True
+    return False
+
+
+def _open_stream(path: Path, mode: int) -> int:
+    """Open a terminal, a pipe or another stream for writing; refuses what would be damaged, or would wait for ever."""
+    if stat.S_ISREG(mode):
+        return os.open(path, os.O_WRONLY | os.O_APPEND)
+    if not (stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)):
+        raise MctfError(f"{path} is not a regular file: choose another file")
+    try:
+        number = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as failure:
+        if failure.errno == errno.ENXIO:
+            raise MctfError(f"{path} is a pipe that no program reads: start the reader first") from None
+        raise
+    os.set_blocking(number, True)
+    return number
 
 
 @contextmanager

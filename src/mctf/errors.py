@@ -1,14 +1,12 @@
 """The one exception that users see: what was expected, what came, what to do about it."""
 
 import errno
-import unicodedata
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+_OVERLONG, _KEPT = re.compile(r"\S{320,}"), 120  # of a word, at both ends
 _MANY = 60  # more words than an error message should list
-_LONGEST = 560  # characters of a message
-_NOT_SHOWN = {"Cc", "Cs", "Zl", "Zp"}  # categories of control characters, lone surrogates, line and paragraph ends
-_REORDERING = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # they change the order of what follows
 
 # How PyTorch words a failed allocation. On a CPU it is a RuntimeError like any other.
 _ALLOCATION = (
@@ -24,21 +22,18 @@ _ALLOCATION = (
 class MctfError(ValueError):
     """Input that mctf refuses. The message is one sentence that names the cure, and one line whatever it quotes."""
 
-    def __init__(self, message: str) -> None:
-        line = one_line(message)
-        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…")
+    def __init__(self, message: str = "") -> None:
+        super().__init__(one_line(message))
 
 
 def one_line(text: str) -> str:
-    """The text with control characters, line ends and lone surrogates as Python would escape them."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(
-        character.encode("unicode_escape").decode()
-        if unicodedata.category(character) in _NOT_SHOWN or character in _REORDERING
-        else character
-        for character in text
-    )
+    """The text with escapes for what is not printable, and overlong words without their middle.
+
+    Names of files may hold line breaks and terminal commands.
+    """
+    if not text.isprintable():
+        text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    return _OVERLONG.sub(lambda word: f"{word[0][:_KEPT]}…{word[0][-_KEPT:]}", text)
 
 
 def shown(value: object, limit: int = 80) -> str:

@@ -133,8 +133,8 @@ def truncated(tmp_path: Path, images: list[Path]) -> Path:
     [
         (["missing.png"], "there is no image file missing.png"),
         (["."], ". is a folder: name the images in it"),
-        (["corrupt.png"], "corrupt.png cannot be read as an image"),
-        (["truncated.png"], "truncated.png cannot be read as an image"),
+        (["corrupt.png"], "corrupt.png is not a readable image"),
+        (["truncated.png"], "truncated.png is not a readable image"),
         (["one.png", "missing.png"], "there is no image file missing.png"),
         (["one.png", "--show-blocks", "6"], "the model has blocks 0 to 5"),
         (["one.png", "--show-blocks", "-1"], "the model has blocks 0 to 5"),

@@ -1,15 +1,17 @@
 """One dataset for evaluation and training: sources, class indices, subsets, and what cannot be trained on."""
 
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from helpers.data_feeds import options
 from helpers.images import make_picture, write_folder, zip_folder
 from helpers.shared_data import SHARED, needs_shared
 from mctf import MctfError
-from mctf.data import ImageDataset, open_dataset
+from mctf.data import ImageDataset, make_feed, open_dataset
 
 
 def targets_of(dataset: ImageDataset) -> list[int]:
@@ -92,7 +94,7 @@ class TestSources:
     def test_several_are_one_dataset(self, tmp_path: Path) -> None:
         first = zip_folder(write_folder(tmp_path / "x", "ant/1.png", "cow/2.png"), tmp_path / "x.zip")
         second = write_folder(tmp_path / "y", "bee/1.png", "cow/2.png", "cow/3.png")
-        for source in ([first, second], f"{first},{second}", f"{first}, {second},", [str(first), second]):
+        for source in ([first, second], f"{first},{second}", f"{first}, {second}", [str(first), second]):
             dataset = open_dataset(source)
             assert targets_of(dataset) == [0, 2, 1, 2, 2]
             for index, seed in enumerate((0, 1, 0, 1, 2)):
@@ -102,10 +104,14 @@ class TestSources:
         folder = write_folder(tmp_path / "cats,dogs", "cat/1.png", "dog/2.png")
         assert targets_of(open_dataset(str(folder))) == [0, 1]
 
-    @pytest.mark.parametrize("source", ["", ",", []])
-    def test_none_at_all(self, source: str | list[str]) -> None:
-        with pytest.raises(MctfError, match="no images are given: name a folder"):
+    @pytest.mark.parametrize("source", ["", " ", ",", [], ["x", ""], "x.zip,", ",x.zip"])
+    def test_empty_name(self, source: str | list[str]) -> None:
+        with pytest.raises(MctfError, match="no images are given: a name in --data is empty, as by an unset shell"):
             open_dataset(source)
+
+    def test_many_names(self) -> None:
+        with pytest.raises(MctfError, match=r"there is no \.zip: "):
+            open_dataset(",".join([".zip"] * 1000))  # too long for the name of one file
 
 
 class TestSubsets:
@@ -177,3 +183,41 @@ class TestTrainable:
     def test_other_classes_than_meant(self, tmp_path: Path, names: list[str], message: str) -> None:
         with pytest.raises(MctfError, match=message):
             open_dataset(write_folder(tmp_path, *names)).check_trainable()
+
+
+class TestDigest:
+    def test_is_that_of_the_images_wherever_they_are(self, pets: Path, tmp_path: Path) -> None:
+        moved = pets.rename(tmp_path / "moved")
+        digest = open_dataset(moved).digest()
+        archive = zip_folder(moved, tmp_path / "pets.zip")
+        zipped = open_dataset(archive).digest()
+        assert digest == open_dataset(moved).digest()
+        assert zipped == open_dataset(archive.rename(tmp_path / "other.zip")).digest()
+
+    def test_changes_with_a_name_a_size_a_label_and_the_order(self, pets: Path, tmp_path: Path) -> None:
+        dataset = open_dataset(pets)
+        relabeled = open_dataset(pets, classes=write_table(tmp_path, "2\tant\n0\tcow\n1\tdog\n"))
+        digests = [
+            dataset.digest(),
+            relabeled.digest(),
+            dataset.subset([1, 0, 2, 3]).digest(),
+            dataset.spaced(2).digest(),
+        ]
+        (pets / "dog" / "1.png").rename(pets / "dog" / "2.png")
+        digests.append(open_dataset(pets).digest())
+        (pets / "dog" / "2.png").write_bytes(b"text")
+        digests.append(open_dataset(pets).digest())
+        assert len(set(digests)) == len(digests)
+
+    def test_changes_with_the_content_of_a_zip_file(self, tmp_path: Path) -> None:
+        digests = set()
+        for content in (b"first", b"other"):  # of one size
+            with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+                archive.writestr("cat/a.png", content)
+            digests.add(open_dataset(tmp_path / "x.zip").digest())
+        assert len(digests) == 2
+
+    def test_of_a_feed_is_that_of_its_dataset(self, pets: Path) -> None:
+        for in_memory in ("no", "yes"):
+            built = make_feed(pets, options=options(batch=2, in_memory=in_memory), device="cpu")
+            assert built.digest == open_dataset(pets).digest()

@@ -216,6 +216,12 @@ class TestHub:
         with pytest.raises(MctfError, match=r"pets holds no images of class 'cow' \(1 of 3 classes have none\)"):
             make_feed("hf:pets", options=options(), device="cpu")
 
+    def test_fingerprint_is_that_of_the_dataset(self) -> None:
+        rows: Any = hub_rows([0, 1])
+        unnamed = HubReader(rows, source="pets").fingerprint(1)
+        rows._fingerprint = "f00d"
+        assert (unnamed, HubReader(rows, source="pets").fingerprint(1)) == ((2, 1), ("f00d", 1))
+
     def test_missing_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "datasets", None)
         with pytest.raises(MctfError, match=r"pip install 'mctf\[datasets\]'"):
@@ -236,5 +242,5 @@ class TestHub:
     def test_damaged_image(self) -> None:
         rows = hub_rows([0, 1])
         rows.columns["img"][1] = None
-        with pytest.raises(MctfError, match=r"image 1 of pets is not readable \(.*\): repair or remove it"):
+        with pytest.raises(MctfError, match=r"image 1 of pets is not a readable image \(.*\): repair or remove it"):
             HubReader(rows, source="pets").read(1)

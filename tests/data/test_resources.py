@@ -47,6 +47,11 @@ class TestWorkers:
         assert [num_workers(100, device=device, requested=5) for device in (CUDA, CPU, None)] == [5, 5, 5]
         assert num_workers(100, device=CUDA, requested=0) == 0
 
+    def test_requested_number_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert num_workers(10_000, device=CPU, requested=500) == 64
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+        assert num_workers(10_000, device=CPU, requested=500) == 8
+
     def test_no_more_than_batches(self) -> None:
         assert (num_workers(3, device=CUDA), num_workers(3), num_workers(3, requested=5)) == (3, 3, 3)
 

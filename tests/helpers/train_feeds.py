@@ -27,6 +27,7 @@ class Stripes:
     num_classes = CLASSES
     class_to_idx = {f"direction {index}": index for index in range(CLASSES)}  # noqa: RUF012
     note = "stripes"
+    digest = "stripes"
     skipped = 0
 
     def __init__(self, *, batch: int = 4, steps: int = 3, seed: int = 0, size: int = 64, rank: int = 0) -> None:

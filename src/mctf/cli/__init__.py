@@ -3,9 +3,15 @@
 A subcommand is imported when it is used, so that `mctf --help` needs no torch.
 """
 
+import errno
+import os
 import sys
+import traceback
 import warnings
+from contextlib import suppress
 from importlib import import_module
+from io import TextIOWrapper
+from pathlib import PurePath
 from typing import Any
 
 import click
@@ -47,38 +53,88 @@ class _LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="mctf")
-def group() -> None:
+@click.pass_context
+def group(ctx: click.Context) -> None:
     """Make Vision Transformers faster by fusing tokens, and measure the effect."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 def main() -> None:
-    """Entry point: errors become one line on stderr and exit code 2, warnings of mctf one line."""
-    from ..errors import MctfError
+    """Entry point: errors become one line on stderr and exit code 2, warnings one line each.
 
+    An error that mctf did not foresee is one line, too, with exit code 1; MCTF_TRACEBACK=1 shows where it was raised.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_in_one_line(warnings.showwarning)
-            group(standalone_mode=False)
+            warnings.showwarning = _show_warning
+            code = group(standalone_mode=False)
+            sys.stdout.flush()
     except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
+        code = stop.exit_code
     except (click.Abort, KeyboardInterrupt):
-        click.echo("mctf: interrupted", err=True)
-        sys.exit(130)
-    except (click.ClickException, MctfError) as error:
-        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        click.echo(f"mctf: {' '.join(text.split())}", err=True)
-        sys.exit(2)
+        _say("interrupted")
+        code = 130
+    except BrokenPipeError:  # as in `mctf eval … | head -1`
+        _discard_stdout()
+        code = 0
+    except Exception as error:
+        code = _report(error)
+    sys.exit(code or 0)
 
 
-def _show_in_one_line(default: Any) -> Any:
-    """A `warnings.showwarning` that prints warnings of mctf without their place in the code, and others by default."""
+def _report(error: Exception) -> int:
+    """Print an error in one line; returns the exit code."""
+    from ..errors import MctfError, is_out_of_memory
 
-    def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-        if category.__module__.partition(".")[0] == __package__.partition(".")[0]:
-            click.echo(f"mctf: warning: {message}", err=True)
-        else:
-            default(message, category, *args, **kwargs)
+    if os.environ.get("MCTF_TRACEBACK", "0") != "0":
+        traceback.print_exception(error)
+    if isinstance(error, click.ClickException):
+        _say(error.format_message())
+    elif isinstance(error, MctfError):
+        _say(str(error))
+    elif is_out_of_memory(error):
+        _say("there is too little memory: use smaller batches, smaller images or a smaller model")
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        _discard_stdout()
+        where = "" if error.filename is None else f" for {error.filename}"
+        _say(f"there is no space left on the device{where}: make room, or write elsewhere")
+    else:
+        _say(
+            f"unexpected {type(error).__name__} ({error}): this is a defect of mctf, please report it "
+            "with the output of MCTF_TRACEBACK=1"
+        )
+        return 1
+    return 2
 
-    return show
+
+def _discard_stdout() -> None:
+    """Drop what could not be printed, so that Python does not try again at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say(text: str) -> None:
+    """One line on stderr, without control characters."""
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in " ".join(text.split()))
+    click.echo(f"mctf: {line}", err=True)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any) -> None:
+    """A `warnings.showwarning` that prints one line, with the package that warns unless it is mctf."""
+    own = category.__module__.partition(".")[0] == "mctf"
+    origin = "" if own else f" from {_package_of(filename)}"
+    _say(f"warning{origin}: {message}")
+
+
+def _package_of(filename: str) -> str:
+    """The package that a source file belongs to, by the name of its folder in site-packages."""
+    parts = PurePath(filename).parts
+    if "site-packages" in parts[:-1]:
+        return parts[parts.index("site-packages") + 1].removesuffix(".py")
+    return PurePath(filename).stem

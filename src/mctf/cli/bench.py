@@ -19,8 +19,8 @@ from .options import (
     output_option,
     threads_option,
 )
-from .output import check_writable, give_json
-from .progress import progress
+from .output import check_outputs, give_json
+from .progress import Command, progress
 
 if TYPE_CHECKING:
     from ..core.schedule import ReductionSpec
@@ -40,6 +40,7 @@ def parse_batches(text: str) -> list[int]:
 
 @click.command(
     "bench",
+    cls=Command,
     epilog="""\b
 Examples:
   mctf bench deit_small_patch16_224
@@ -100,23 +101,21 @@ def command(
     checked against reference operations in float32. Contenders are timed in turn in every round. Figures are medians
     over rounds; a speed-up is the median of the ratios within rounds.
     """
-    if output is not None:
-        check_writable(output)
+    check_outputs(output)
     if mode != "default" and not compiled:
         raise MctfError(f"--mode {mode} belongs to torch.compile: add --compile")
 
     import torch
 
     from ..evaluation.benchmark import BenchmarkConfig, verdicts
-    from ..evaluation.environment import command_line, commit, describe_device, pick_device, versions
+    from ..evaluation.environment import command_line, commit, describe_device, pick_device, set_threads, versions
     from ..hosts import find_host
     from ..methods import make_method
     from ..models.loading import create
 
     for name in methods:  # before models are built
         make_method(name, {})
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     device, precision = pick_device(device_name), getattr(torch, dtype)
     tables: list[dict[str, Any]] = []
     for name in models:

@@ -9,8 +9,8 @@ import click
 from .._utils import optional_import, plural
 from ..errors import MctfError
 from .options import FILE, NAMES, Parsed, run_options
-from .output import check_writable, give_json
-from .progress import progress, ticking
+from .output import check_outputs, give_json
+from .progress import Command, open_run, progress
 
 _SAMPLE = 32  # images on which the cost of adaptive methods is measured
 _THROUGHPUT = "images/s: median over full batches, each of which ran through all methods in turn"
@@ -29,6 +29,7 @@ def parse_targets(text: str) -> list[float]:
 
 @click.command(
     "compare",
+    cls=Command,
     epilog="""\b
 Examples:
   mctf compare deit_small_patch16_224 --data imagenet/val --gflops 2.6
@@ -62,9 +63,7 @@ def command(
     reach a target, is listed with the reason.
     """
     methods = _known_methods(methods)
-    for path in (output, plot):
-        if path is not None:
-            check_writable(path)
+    check_outputs(output, plot, inputs=(options["data"], options["weights"], options["classes"]))
     if plot is not None:
         optional_import("matplotlib", extra="report", purpose="plots")
         from ..viz.plots import check_format
@@ -72,17 +71,17 @@ def command(
         check_format(plot)
 
     from ..evaluation.compare import compare, find_candidates, verdicts
-    from ..evaluation.setup import RunOptions, open_run
+    from ..evaluation.setup import RunOptions
 
     with open_run(RunOptions(**options)) as run:
-        wanted = run.options.progress if run.distributed.is_main else False
+        wanted = run.options.progress
         with progress("matching FLOPs", len(methods), wanted=wanted) as tick:
             sample = run.sample(_SAMPLE)
             candidates, refusals = find_candidates(run.model, methods, targets, images=sample, tick=tick)
         if not candidates:
             raise MctfError(f"no method can be compared: {refusals[0].reason}")
-        with progress("batches", len(run.batches), wanted=wanted) as tick:
-            comparison = compare(run.model, ticking(run.batches, tick), candidates)
+        with progress("comparing", len(run.batches) * (1 + len(candidates)), wanted=wanted) as tick:
+            comparison = compare(run.model, run.batches, candidates, tick=tick)
     if not run.distributed.is_main:  # only rank 0 reports
         return
     facts = {
@@ -92,7 +91,7 @@ def command(
         "rows": [result.as_dict() for result in comparison.results],
         "refusals": [asdict(refusal) for refusal in refusals],
         "verdicts": verdicts(comparison.results),
-        "notes": [*run.dataset.notes, *comparison.notes, _THROUGHPUT],
+        "notes": [*run.notes(images=comparison.images), *comparison.notes, _THROUGHPUT],
     }
     give_json(facts, file=output, as_json=as_json)
     if plot is not None:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from .._utils import plural
-from ..models.loading import RANDOM, load_or_random
 from .options import FILE, device_option, json_option, method_option, reduction_option
 from .output import check_folder, give_json, say_nothing
-from .progress import progress
+from .progress import Command, progress
 
 if TYPE_CHECKING:
     from ..core.schedule import ReductionSpec
@@ -22,6 +21,7 @@ _MIN_SPEEDUP = 1.02  # two runs of the same model differ by as much
 
 @click.command(
     "demo",
+    cls=Command,
     epilog="""\b
 Examples:
   mctf demo
@@ -66,6 +66,7 @@ def command(
 
     from ..evaluation.environment import pick_device, versions
     from ..methods import make_method
+    from ..models.loading import RANDOM, load_or_random
     from ..viz.contact_sheet import write_png
     from ..viz.demo import WARMUP, Demonstration, photographs
 
@@ -104,6 +105,8 @@ def command(
 
 
 def _weights_text(source: str, *, classes: int) -> str:
+    from ..models.loading import RANDOM
+
     if source != RANDOM:
         return f"weights: {source}" + (f", {plural(classes, 'class', 'classes')}" if classes else "")
     return (

@@ -9,8 +9,8 @@ import click
 
 from ..errors import MctfError
 from .options import NAMES, REDUCTIONS, blocks_option, options_option, parse_options, run_options
-from .output import check_writable, give_json
-from .progress import progress, ticking
+from .output import check_outputs, give_json
+from .progress import Command, open_run, progress
 
 if TYPE_CHECKING:
     from ..core.schedule import ReductionSpec
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "eval",
+    cls=Command,
     epilog="""\b
 Examples:
   mctf eval deit_small_patch16_224 --data imagenet/val
@@ -55,22 +56,21 @@ def command(
     interpolation are those of the model. Every batch runs through all settings in turn. Under torchrun the ranks share
     the images; each image counts once. --json adds the standard error of each KL, kl_error.
     """
-    if output is not None:
-        check_writable(output)
+    check_outputs(output, inputs=(options["data"], options["weights"], options["classes"]))
     settings = _settings(methods, reductions, blocks, pairs)
 
-    from ..evaluation.evaluate import evaluate
-    from ..evaluation.setup import RunOptions, open_run
+    from ..evaluation.evaluate import evaluate, passes
+    from ..evaluation.setup import RunOptions
 
     with open_run(RunOptions(**options)) as run:
-        wanted = run.options.progress if run.distributed.is_main else False
-        with progress("batches", len(run.batches), wanted=wanted) as tick:
-            evaluation = evaluate(run.model, ticking(run.batches, tick), settings)
+        steps = len(run.batches) * passes(settings)
+        with progress("evaluating", steps, wanted=run.options.progress) as tick:
+            evaluation = evaluate(run.model, run.batches, settings, tick=tick)
     if not run.distributed.is_main:  # only rank 0 reports
         return
     facts = {
         **run.facts(images=evaluation.images),
-        "notes": [*run.dataset.notes, *evaluation.notes],
+        "notes": [*run.notes(images=evaluation.images), *evaluation.notes],
         "rows": [asdict(row) for row in evaluation.rows],
     }
     give_json(facts, file=output, as_json=as_json)

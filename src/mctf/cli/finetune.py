@@ -14,7 +14,7 @@ from ..errors import MctfError
 from ..train.config import OLD_NAMES, Recipe, flag, read_recipe, read_toml
 from .options import json_option, options_option, parse_options
 from .output import give_json, say_nothing
-from .progress import progress, steps_bar, ticking
+from .progress import Command, progress, steps_bar, ticking
 
 if TYPE_CHECKING:
     from ..data import Progress
@@ -45,6 +45,7 @@ def _recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(
     "finetune",
+    cls=Command,
     epilog="""\b
 Examples:
   mctf finetune deit_tiny_patch16_224 --data train --validation val -r 16

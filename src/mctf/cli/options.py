@@ -1,5 +1,6 @@
 """Options that several commands share. The library's own parsers read r, blocks and image sizes."""
 
+import math
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,27 @@ from .._utils import parse_image_size
 from ..core.schedule import ReductionSpec, parse_blocks, parse_r
 from ..errors import MctfError
 
-FILE = click.Path(path_type=Path)
+
+class FileName(click.Path):
+    """The type of an option that names a file or a folder; an empty name, as of an unset variable, is refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value) == "":
+            self.fail("the name is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FILE = FileName(path_type=Path)
+
+
+class FiniteRange(click.FloatRange):
+    """A range that refuses nan, which compares with nothing."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a number", param, ctx)
+        return number
 
 
 class Parsed(click.ParamType):
@@ -86,7 +107,7 @@ weights_option: Decorator = click.option(
 )
 classes_option: Decorator = click.option("--classes", type=FILE, help="TSV of index, class folder and name.")
 crop_option: Decorator = click.option(
-    "--crop-pct", type=click.FloatRange(0.1, 1), help="Share of the shorter side in the crop."
+    "--crop-pct", type=FiniteRange(0.1, 1), help="Share of the shorter side in the crop."
 )
 batch_size_option: Decorator = click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
 limit_option: Decorator = click.option(
@@ -108,6 +129,33 @@ output_option: Decorator = click.option("--output", type=FILE, help="Also write 
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 
 
+def limits_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The fields of `mctf.data.ReadLimits`."""
+    options = (
+        click.option(
+            "--max-pixels", type=click.IntRange(1), help="Pixels of one image at most; 100 million by default."
+        ),
+        click.option(
+            "--max-bytes", type=click.IntRange(1), help="Bytes of one image file at most; 256 MiB by default."
+        ),
+        click.option(
+            "--max-aspect", type=click.FloatRange(1), help="Longer over shorter side at most; 100 by default."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+on_corrupt_option: Decorator = click.option(
+    "--on-corrupt",
+    type=click.Choice(("stop", "skip")),
+    default="stop",
+    show_default=True,
+    help="What to do about an unreadable image.",
+)
+
+
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The fields of `mctf.evaluation.setup.RunOptions` except the model, then --output and --json."""
     options = (
@@ -119,6 +167,8 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         batch_size_option,
         limit_option,
         click.option("--workers", type=click.IntRange(0), help="Loader processes; none on the CPU by default."),
+        on_corrupt_option,
+        limits_options,
         device_option,
         dtype_option,
         threads_option,

@@ -2,32 +2,43 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from .._utils import atomic_write
+from .. import _utils
+from .._utils import atomic_write, check_target
 from ..errors import MctfError
 
 
-def check_writable(path: Path) -> None:
-    """Raise MctfError if a file could not be written there."""
-    if path.is_dir():
-        raise MctfError(f"{path} is a folder: give the name of a file to write")
-    if not path.parent.is_dir():
-        raise MctfError(f"there is no folder {path.parent} to write {path.name} into: create it first")
-    if not os.access(path.parent, os.W_OK):
-        raise MctfError(f"{path.parent} cannot be written to: choose another folder for {path.name}")
+def check_outputs(*paths: Path | None, inputs: Iterable[str | Path | None] = ()) -> None:
+    """Raise MctfError if one of the files could not be written, is written twice, or is an input of the command."""
+    written: list[Path] = []
+    for path in (path for path in paths if path is not None):
+        check_target(path)
+        for other in inputs:
+            if other is not None and any(_same_file(path, part) for part in (str(other), *str(other).split(","))):
+                raise MctfError(f"{path} is an input of this command: choose another file to write")
+        if any(path.resolve() == other.resolve() for other in written):
+            raise MctfError(f"{path} is to be written twice: choose another file for one of the two")
+        written.append(path)
 
 
-def check_folder(folder: Path, option: str) -> None:
-    """Raise MctfError if files could not be written there; the folder need not exist yet."""
-    nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
-    if not nearest.is_dir():
-        raise MctfError(f"{nearest} is a file: name a folder with {option}")
-    if not os.access(nearest, os.W_OK):
-        raise MctfError(f"{nearest} cannot be written to: name another folder with {option}")
+def _same_file(path: Path, other: str) -> bool:
+    try:
+        return path.is_file() and os.path.samefile(path, other.strip())
+    except (OSError, ValueError):  # no such file
+        return False
+
+
+def check_folder(folder: Path, option: str, *, inputs: Iterable[str | None] = ()) -> None:
+    """Raise MctfError if files could not be written there, or lie among the images that are read."""
+    _utils.check_folder(folder, f"name another folder with {option}")
+    for source in inputs:
+        if source is not None and Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve()):
+            raise MctfError(f"{folder} lies among the images of {source}: name another folder with {option}")
 
 
 def write_text(path: Path, text: str) -> None:

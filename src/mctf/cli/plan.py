@@ -14,6 +14,7 @@ from .options import (
     parse_options,
     reduction_option,
 )
+from .progress import Command
 
 if TYPE_CHECKING:
     from ..core.schedule import ReductionSpec
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "plan",
+    cls=Command,
     epilog="""\b
 Examples:
   mctf plan deit_small_patch16_224

@@ -1,13 +1,20 @@
 """A progress bar on stderr, by default only where stderr is a terminal."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from ..evaluation.setup import EvalRun, RunOptions
     from ..train.logging import Record
 
 Item = TypeVar("Item")
@@ -15,22 +22,78 @@ StepSeen = Callable[[int, "Record | None"], None]  # called after each step, wit
 _WINDOW = 300  # seconds over which the remaining time is estimated: some steps take a minute
 
 
+class Command(click.Command):
+    """A subcommand that imports PyTorch once its options are parsed, and says so where stderr is a terminal."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with progress("loading PyTorch", wanted=ctx.params.get("progress")):
+            import_module("torch")
+            import_module("timm")
+        return super().invoke(ctx)
+
+
+class Bar:
+    """Called after each step, or after several with their number. `describe` changes the text beside the bar."""
+
+    def __init__(self, bar: "Progress | None" = None, task: Any = None) -> None:
+        self._bar = bar
+        self._task = task
+
+    def __call__(self, steps: int = 1) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task, steps)
+
+    def describe(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=text)
+
+
 @contextmanager
-def progress(text: str, total: int | None = None, *, wanted: bool | None = None) -> Iterator[Callable[..., None]]:
-    """Yields a function to call after each of `total` steps, or after several with their number.
+def progress(text: str, total: int | None = None, *, wanted: bool | None = None) -> Iterator[Bar]:
+    """A bar of `total` steps, of which the yielded Bar counts those done.
 
     total: None for a bar that only shows activity. wanted: --progress or --no-progress; None for a bar on a terminal.
     """
     if not _has_bar(wanted):
-        yield lambda _=1: None
+        yield Bar()
         return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        SpinnerColumn,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Column
 
+    what = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    columns: tuple[Any, ...] = (SpinnerColumn(), what, TimeElapsedColumn())
+    if total is not None:
+        columns = (
+            SpinnerColumn(),
+            what,
+            BarColumn(20),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
     console = Console(stderr=True, force_terminal=wanted or None)
-    with Progress(console=console, transient=True, speed_estimate_period=_WINDOW) as bar:
-        task = bar.add_task(text, total=total)
-        yield lambda steps=1: bar.advance(task, steps)
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=_WINDOW) as bar:
+        yield Bar(bar, bar.add_task(text, total=total))
+
+
+@contextmanager
+def open_run(options: "RunOptions") -> "Iterator[EvalRun]":
+    """`mctf.evaluation.setup.open_run` with a bar while it lists the images and loads the model."""
+    from ..evaluation import setup
+
+    with ExitStack() as stack:
+        with progress(f"loading {options.model} and the names of images", wanted=options.progress):
+            run = stack.enter_context(setup.open_run(options))
+        yield run
 
 
 def ticking(items: Iterable[Item], tick: Callable[[], None]) -> Iterator[Item]:
@@ -79,7 +142,8 @@ def steps_bar(
 
 
 def _has_bar(wanted: bool | None) -> bool:
-    return sys.stderr.isatty() if wanted is None else wanted
+    """Only rank 0 of torchrun shows a bar."""
+    return (sys.stderr.isatty() if wanted is None else wanted) and os.environ.get("RANK", "0") == "0"
 
 
 def _line_printer(total: int, *, done: int, lines: Callable[[str], None] | None) -> StepSeen:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .._utils import plural
 from ..errors import MctfError
 from .options import (
     FILE,
@@ -20,12 +21,15 @@ from .options import (
     image_size_option,
     json_option,
     limit_option,
+    limits_options,
+    on_corrupt_option,
     parse_names,
     progress_option,
     threads_option,
     weights_option,
 )
 from .output import check_folder
+from .progress import Command, open_run
 from .progress import progress as progress_bar
 
 if TYPE_CHECKING:
@@ -36,8 +40,17 @@ if TYPE_CHECKING:
 _QUICK_IMAGES = 96
 
 
+class _Reproduce(Command):
+    """Lets idle threads sleep: where another program uses one of two cores, spinning ones take six times as long."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when PyTorch is loaded
+        return super().invoke(ctx)
+
+
 @click.command(
     "reproduce",
+    cls=_Reproduce,
     epilog="""\b
 Examples:
   mctf reproduce --table 1,2 --out report
@@ -60,6 +73,8 @@ Examples:
 @crop_option
 @batch_size_option
 @limit_option
+@on_corrupt_option
+@limits_options
 @device_option
 @threads_option
 @progress_option
@@ -80,13 +95,11 @@ def command(
     Writes OUT/index.html, a self-contained page, report.md and report.json. Without MODEL and --data only costs are
     counted. Finished experiments are kept in OUT/results and reused: an interrupted run resumes.
     """
-    # Where another program uses one of two cores, threads that spin while they wait took 148 s for what took these 23.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    check_folder(out, "--out")
+    check_folder(out, "--out", inputs=() if data is None else (data, *data.split(",")))
     if (model is None) != (data is None):
         raise MctfError("MODEL and --data belong together: give both, or neither to count costs alone")
 
-    from ..evaluation.setup import RunOptions, open_run
+    from ..evaluation.setup import RunOptions
     from ..reproduce.runner import choose, experiments
     from ..reproduce.write import check_dependencies
 
@@ -102,7 +115,8 @@ def command(
         with open_run(RunOptions(model=model, data=data, limit=limit, **options)) as opened:
             subject, conditions = _subject(opened, quick=quick)
             report = _run(out, requested, subject, conditions, quick=quick, again=again, progress=options["progress"])
-        for note in opened.dataset.notes:
+        skipped = opened.batches.skipped
+        for note in opened.notes(images=len(opened.dataset) - skipped):
             click.echo(f"note: {note}", err=True)
     click.echo(json.dumps(report, indent=1) if as_json else out / "index.html")
 
@@ -172,6 +186,8 @@ def _facts(conditions: "Conditions", finished: dict[str, "Record"], subject: "Su
         facts["Model"] = f"{conditions['model']}, weights: {conditions['weights']}"
         facts["Images"] = f"{conditions['images']} of {conditions['data']}, {size}, crop {conditions['crop_pct']:g}"
     if subject is not None:
+        if subject.batches.skipped:
+            facts["Images"] += f", {plural(subject.batches.skipped, 'unreadable image')} skipped"
         facts["Device"] = describe_device(next(subject.model.parameters()).device) + ", float32"
     facts["Versions"] = ", ".join(f"{name} {version}" for name, version in versions().items())
     source = commit()

@@ -1,5 +1,6 @@
-"""Results as tables on stdout, as wide as the terminal, or 120 columns in a pipe."""
+"""Results as tables on stdout, at most as wide as the terminal, or 120 columns in a pipe."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,17 @@ _TIMINGS = ("contender", "ms", "spread", "images/s", "speed-up", "GFLOPs", "peak
 _OVER_MATMUL = "over matmul"
 _MEAN = "*: r differs between blocks; this is the mean over the blocks that reduce, and --json lists them"
 _TEXT_COLUMNS = ("method", "contender", "remark")
+_OPTIONAL = (
+    "images/s",
+    "peak MiB",
+    "target",
+    "cosine",
+    "error",
+    "top-5 %",
+    "remark",
+    "spread",
+    "GFLOPs",
+)  # least first
 
 
 def run_title(facts: dict[str, Any]) -> str:
@@ -69,18 +81,34 @@ def print_benchmark(results: Sequence[Measurement], *, title: str, notes: Sequen
 
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, notes: Sequence[str]) -> None:
-    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in _TEXT_COLUMNS else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
+    """The title, a table of the columns that fit, and the notes, all within the width of the terminal."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_WIDTH
-    console.print(title, soft_wrap=True)
-    console.print(table)
+    shown, left_out = list(headings), []
+    for heading in _OPTIONAL:
+        if console.measure(_table(headings, rows, shown)).maximum <= console.width:
+            break
+        if heading in shown:
+            shown.remove(heading)
+            left_out.append(heading)
+    console.print(title)
+    console.print(_table(headings, rows, shown))
+    if left_out:
+        notes = [*notes, f"left out, as the terminal is narrow: {', '.join(left_out)}; --json has all columns"]
     for note in notes:
-        console.print(note, soft_wrap=True)
+        console.print(note)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[str]) -> Table:
+    """The shown columns; no number is broken over two lines."""
+    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
+    places = [headings.index(heading) for heading in shown]
+    for heading in shown:
+        table.add_column(heading, justify="left" if heading in _TEXT_COLUMNS else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[place] for place in places))
+    return table
 
 
 def _cells(row: Row) -> list[str]:

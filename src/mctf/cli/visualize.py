@@ -2,26 +2,26 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import MctfError
-from ..models.loading import load_described
 from .options import (
     BLOCKS,
     FILE,
     blocks_option,
     image_size_option,
     json_option,
+    limits_options,
     method_option,
     options_option,
     parse_options,
     reduction_option,
     weights_option,
 )
-from .output import check_writable
-from .progress import progress
+from .output import check_outputs
+from .progress import Command, progress
 
 if TYPE_CHECKING:
     from ..core.schedule import ReductionSpec
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "visualize",
+    cls=Command,
     epilog="""\b
 Examples:
   mctf visualize cat.jpg --model embedded
@@ -48,6 +49,7 @@ Examples:
 @blocks_option
 @click.option("--show-blocks", type=BLOCKS, help="Blocks to show; by default at each quarter of the depth.")
 @image_size_option
+@limits_options
 @click.option("--scale", type=click.IntRange(1, 16), help="Enlargement; 3 by default, more for small images.")
 @click.option(
     "--output",
@@ -72,6 +74,7 @@ def command(
     scale: int | None,
     output: Path,
     as_json: bool,
+    **limits: Any,
 ) -> None:
     """Draw each IMAGE as the model sees it, beside its fused patches.
 
@@ -81,18 +84,20 @@ def command(
     options = parse_options(pairs)
     if output.suffix.lower() != ".png":
         raise MctfError(f"the picture is a PNG: name it {output.stem}.png, not {output.name}")
-    check_writable(output)
+    check_outputs(output, inputs=(*images, weights))
 
     from ..api import fuse
-    from ..data import Preprocessing
+    from ..data import Preprocessing, ReadLimits
     from ..hosts import find_host
     from ..methods import make_method
+    from ..models.loading import load_described
     from ..planning import plan
     from ..viz.contact_sheet import choose_blocks, contact_sheet, write_png
     from ..viz.fused_patches import open_image
 
     make_method(method, options)  # before a download
-    opened = [open_image(path) for path in images]
+    read_limits = ReadLimits.of(**limits)
+    opened = [open_image(path, read_limits) for path in images]
     loaded, source = load_described(model, weights=weights, random=random_weights, image_size=image_size)
     chosen = choose_blocks(show_blocks, find_host(loaded).depth)
     counts = plan(loaded, r=r, method=method, blocks=blocks, **options).token_counts

@@ -1,8 +1,10 @@
 """One dataset for evaluation and training: images of folders, zip files and the Hugging Face hub, and their classes."""
 
+import hashlib
+import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -12,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import MctfError
+from .decode import DEFAULT_LIMITS, ReadLimits
 from .labels import encode_targets, number_classes, number_for_model, read_class_table
 from .readers import ImageReader, open_reader
 
@@ -20,6 +23,11 @@ Source = Path | str | Sequence[Path | str]
 _SPLITS = {"train", "training", "val", "valid", "validation", "test"}
 _MAX_CONSECUTIVE_FAILURES = 100  # more unreadable images in a row than chance gives: the source is damaged
 _MAX_WARNINGS = 5
+SKIP_HINT = "skip unreadable images (--on-corrupt skip)"
+
+
+class SkippedImageWarning(UserWarning):
+    """An unreadable image is left out."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,18 @@ class ImageDataset:
         """One per image: the path below its folder or zip file."""
         return [reader.name(index) for reader, index in map(self._locate, range(len(self)))]
 
+    def digest(self) -> str:
+        """A checksum over all images and labels in order, without reading an image.
+
+        It covers names and labels, and the size (folder), size and CRC (zip file) or fingerprint (hub) of the images.
+        Where the sources are has no part in it.
+        """
+        checksum = hashlib.blake2b(digest_size=16)
+        labels = [None] * len(self) if self.targets is None else self.targets.tolist()
+        for label, (reader, number) in zip(labels, map(self._locate, range(len(self))), strict=True):
+            checksum.update(repr((label, *reader.fingerprint(number))).encode())
+        return checksum.hexdigest()
+
     def read(self, index: int) -> Image.Image:
         """One image in RGB; raises MctfError with its name when it is damaged."""
         reader, number = self._locate(index)
@@ -93,9 +113,28 @@ class ImageDataset:
                 return self.read(candidate), candidate, failures
             except MctfError as error:
                 if not skip:
-                    raise MctfError(f"{error}, or skip unreadable images (on_corrupt = skip)") from None
+                    raise MctfError(f"{error}, or {SKIP_HINT}") from None
                 failures.append(ReadFailure(candidate, str(error)))
         raise MctfError(f"{len(failures)} images in a row are unreadable, the first: {failures[0].reason}")
+
+    def readable(self, *, skip: bool) -> Iterator[tuple[int, Image.Image]]:
+        """Index and image of all readable images in order; raises MctfError if there are none.
+
+        skip: if False, an unreadable image raises MctfError.
+        """
+        found, failure = False, None
+        for index in range(len(self)):
+            try:
+                image = self.read(index)
+            except MctfError as error:
+                if not skip:
+                    raise MctfError(f"{error}, or {SKIP_HINT}") from None
+                failure = failure or ReadFailure(index, str(error))
+                continue
+            found = True
+            yield index, image
+        if failure is not None and not found:
+            raise none_readable(len(self), failure)
 
     def subset(self, indices: Sequence[int]) -> "ImageDataset":
         """These images, with the classes that they have in the whole dataset."""
@@ -173,18 +212,25 @@ class ImageDataset:
 
 
 def open_dataset(
-    source: Source, *, classes: Path | None = None, class_to_idx: Mapping[str, int] | None = None
+    source: Source,
+    *,
+    classes: Path | None = None,
+    class_to_idx: Mapping[str, int] | None = None,
+    limits: ReadLimits = DEFAULT_LIMITS,
 ) -> ImageDataset:
     """The images of a folder, of one or several zip files, or of "hf:NAME[:SPLIT]"; several in a list or with commas.
 
     classes: a TSV file of index, class and name. class_to_idx: the class indices of a trained model; a class that it
     lacks is refused. Without both, classes have the dataset's own order (hub) or the order of their names.
-    Folders of the same name in several sources are one class.
+    Folders of the same name in several sources are one class. limits: images beyond them are unreadable.
     """
     parts = _split_sources(source)
-    if not parts:
-        raise MctfError("no images are given: name a folder, zip files, or a dataset as hf:NAME")
-    readers = tuple(open_reader(part) for part in parts)
+    if not parts or not all(parts):
+        raise MctfError(
+            "no images are given: a name in --data is empty, as by an unset shell variable; name a folder, zip files, "
+            "or a dataset as hf:NAME"
+        )
+    readers = tuple(open_reader(part, limits) for part in parts)
     unlabeled = next((reader.unlabeled for reader in readers if reader.class_names is None), "")
     names = None if unlabeled else [name for reader in readers for name in reader.class_names or ()]
     rows = range(sum(len(reader) for reader in readers))
@@ -196,13 +242,18 @@ def open_dataset(
     return dataset if names is None else dataset.numbered(number_classes(names, order=_own_order(readers)))
 
 
+def none_readable(count: int, first: ReadFailure) -> MctfError:
+    """The error of a source whose images are all unreadable."""
+    return MctfError(first.reason if count == 1 else f"none of {count} images is readable, the first: {first.reason}")
+
+
 def _split_sources(source: Source) -> list[str]:
     if not isinstance(source, (str, Path)):
         return [part for each in source for part in _split_sources(each)]
     text = str(source)
-    if text and Path(text).exists():  # a comma may be part of a name
+    if text.strip() and os.path.exists(text):  # a comma may be part of a name
         return [text]
-    return [part.strip() for part in text.split(",") if part.strip()]
+    return [part.strip() for part in text.split(",")]
 
 
 def _own_order(readers: Sequence[ImageReader]) -> Sequence[str] | None:
@@ -226,6 +277,7 @@ class SkippedImages:
                 continue
             self._indices.add(failure.index)
             if len(self) <= _MAX_WARNINGS:
-                warnings.warn(f"skipped: {failure.reason}", stacklevel=2)
+                warnings.warn(f"skipped: {failure.reason}", SkippedImageWarning, stacklevel=2)
             elif len(self) == _MAX_WARNINGS + 1:
-                warnings.warn("further unreadable images are skipped and counted without a warning", stacklevel=2)
+                further = "further unreadable images are skipped and counted without a warning"
+                warnings.warn(further, SkippedImageWarning, stacklevel=2)

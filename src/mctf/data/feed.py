@@ -28,13 +28,15 @@ _PROBED = 32  # images whose sizes are compared before all are decoded
 class Feed(Protocol):
     """Training images for one rank.
 
-    class_to_idx: index of each class by name. num_images: on all ranks together. note: how images are fed, for logs.
+    class_to_idx: index of each class by name. num_images: on all ranks together.
+    digest: of the images and labels, see `ImageDataset.digest`. note: how images are fed, for logs.
     skipped: number of unreadable images so far; the next readable image replaces each.
     """
 
     num_classes: int
     class_to_idx: dict[str, int]
     num_images: int
+    digest: str
     note: str
 
     @property
@@ -66,7 +68,7 @@ def make_feed(
 
     data, classes: see `open_dataset`. progress: called with the images decoded into memory so far, and their number.
     """
-    dataset = open_dataset(data, classes=classes).check_trainable()
+    dataset = open_dataset(data, classes=classes, limits=options.limits).check_trainable()
     sampler = ResumableSampler(
         len(dataset), options.batch, seed=options.seed, repeats=options.repeated, rank=rank, world_size=world_size
     )

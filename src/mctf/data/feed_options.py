@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import MctfError, did_you_mean
+from .decode import DEFAULT_LIMITS, ReadLimits
 
 Augmentation = Literal["none", "weak", "strong"]
 InMemory = Literal["auto", "yes", "no"]
@@ -68,6 +69,7 @@ class FeedOptions:
     workers: loader processes; None for the default of `num_workers`, 0 to read in the training process.
     in_memory: "yes" decodes all images once and augments batches on the device; "auto" does so where that is faster.
     on_corrupt: "skip" replaces an unreadable image by the next readable one; "stop" raises MctfError.
+    limits: images beyond them are unreadable.
     """
 
     batch: int
@@ -83,6 +85,7 @@ class FeedOptions:
     workers: int | None = None
     in_memory: InMemory = "auto"
     on_corrupt: OnCorrupt = "skip"
+    limits: ReadLimits = DEFAULT_LIMITS
 
     def __post_init__(self) -> None:
         for name in (*FEED_LIMITS, *FEED_CHOICES):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MctfError
-from .dataset import ImageDataset, ReadFailure, SkippedImages
+from .dataset import ImageDataset, ReadFailure, SkippedImages, none_readable
 from .feed_options import FeedOptions
 from .gpu_augment import BatchAugmentation
 from .loader import load_batches
@@ -52,6 +52,7 @@ class GpuFeed:
         assert dataset.targets is not None
         self.num_classes, self.class_to_idx = dataset.num_classes, dataset.class_to_idx or {}
         self.num_images = len(dataset)
+        self.digest = dataset.digest()
         self.note = note
         self._device = decoded.pixels.device
         self._decoded = decoded
@@ -136,6 +137,6 @@ def _replacement(count: int, failures: list[ReadFailure]) -> Tensor:
     readable = torch.ones(count, dtype=torch.bool)
     readable[[failure.index for failure in failures]] = False
     if not readable.any():
-        raise MctfError(f"none of {count} images is readable, the first: {failures[0].reason}")
+        raise none_readable(count, failures[0])
     indices = readable.nonzero().squeeze(1)
     return indices[torch.searchsorted(indices, torch.arange(count)) % len(indices)]

@@ -1,5 +1,6 @@
 """Class numbering: which index a class has, by a table, a known dataset, a model or the order of names."""
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -9,7 +10,11 @@ from torch import Tensor
 
 from ..errors import MctfError
 from ..models.class_names import IMAGENET_CLASSES, TINY_IMAGENET_CLASSES, class_names
+from .decode import ReadLimits, UnreadableError, read_file
 
+_TABLE_LIMITS = ReadLimits(max_bytes=2**26)
+_MAX_CLASSES = 10_000_000
+_MAX_DIGITS = 9
 _TABLE_FORMAT = "expected lines of index, folder and name between tabs"
 
 
@@ -62,24 +67,31 @@ def read_class_table(path: Path, *, num_classes: int | None = None) -> dict[str,
 
     num_classes: of the model, where a larger index is refused.
     """
-    if not path.is_file():
+    if not os.path.exists(path):
         raise MctfError(f"there is no class table {path}: {_TABLE_FORMAT}")
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        text = read_file(path, _TABLE_LIMITS).decode("utf-8-sig")
+    except UnreadableError as error:
+        raise MctfError(f"the class table {path} cannot be read ({error}): {_TABLE_FORMAT}") from None
     except UnicodeDecodeError:
         raise MctfError(f"{path} is not UTF-8 text: {_TABLE_FORMAT}") from None
     class_to_idx: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         columns = [column.strip() for column in line.split("\t")]
         if len(columns) < 2 or not columns[0].isdecimal() or not columns[1]:
             raise MctfError(f"line {number} of {path} is {line[:60]!r}: expected index, folder and name between tabs")
-        index, folder = int(columns[0]), columns[1]
+        folder = columns[1]
+        index = int(columns[0]) if len(columns[0]) <= _MAX_DIGITS else _MAX_CLASSES
         if folder in class_to_idx:
-            raise MctfError(f"line {number} of {path} names {folder!r} again: give every folder one line")
+            raise MctfError(f"line {number} of {path} names {folder[:60]!r} again: give every folder one line")
         if num_classes is not None and index >= num_classes:
-            raise MctfError(f"{path} has class {index}, but the model has {num_classes} classes: use the model's table")
+            raise MctfError(
+                f"{path} has class {columns[0][:20]}, but the model has {num_classes} classes: use the model's table"
+            )
+        if index >= _MAX_CLASSES:
+            raise MctfError(f"line {number} of {path} has class {columns[0][:20]}: number the classes from 0")
         class_to_idx[folder] = index
     if not class_to_idx:
         raise MctfError(f"{path} is empty: {_TABLE_FORMAT}")

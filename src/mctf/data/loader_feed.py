@@ -31,6 +31,7 @@ class LoaderFeed:
     ) -> None:
         self.num_classes, self.class_to_idx = dataset.num_classes, dataset.class_to_idx or {}
         self.num_images = len(dataset)
+        self.digest = dataset.digest()
         self.workers = num_workers(sampler.steps, device=device, requested=options.workers)
         self.note = note
         self._dataset = dataset

@@ -4,22 +4,34 @@ timm's readers do not fit here: `ReaderImageFolder` takes the innermost folder a
 reads the hidden copies that macOS writes; `ReaderHfds` needs the names of the columns and refuses slices of a split.
 """
 
-import io
 import os
+import stat
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from .._utils import first_line, optional_import
+from .._utils import first_line, optional_import, plural
 from ..errors import MctfError
+from .decode import DEFAULT_LIMITS, ReadLimits, UnreadableError, decode_image, describe_kind, read_bounded, read_file
 
 HUB_PREFIX = "hf:"
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _ZIP_MAGIC = b"PK\x03\x04"
+_OTHER_ARCHIVES = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"7z\xbc\xaf": "7z",
+    b"Rar!": "RAR",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
+_TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257
+_BOUNDED_COMPRESSION = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_UNBOUNDED_STEP = 4096  # bytes read at a time where zipfile unpacks all that it has read at once
 _IMAGE_COLUMNS = ("image", "img", "pixel_values")
 _LABEL_COLUMNS = ("label", "labels", "fine_label", "class")
 
@@ -40,6 +52,10 @@ class ImageReader(Protocol):
     def __len__(self) -> int: ...
     def name(self, index: int) -> str: ...
 
+    def fingerprint(self, index: int) -> tuple[object, ...]:
+        """What is known of an image without reading it; another image in its place is likely to differ in this."""
+        ...
+
     def read(self, index: int) -> Image.Image:
         """One image in RGB; raises MctfError with its name when it is damaged."""
         ...
@@ -47,22 +63,43 @@ class ImageReader(Protocol):
     def empty_classes(self) -> list[str]: ...
 
 
-def open_reader(source: str) -> ImageReader:
+def open_reader(source: str, limits: ReadLimits = DEFAULT_LIMITS) -> ImageReader:
     """The reader of a folder, a zip file, or "hf:NAME[:SPLIT]"; raises MctfError with the cure."""
     if source.startswith(HUB_PREFIX):
-        return HubReader(load_hub_dataset(source), source=source.removeprefix(HUB_PREFIX))
+        return HubReader(load_hub_dataset(source), source=source.removeprefix(HUB_PREFIX), limits=limits)
     path = Path(source)
-    if not path.exists():
-        raise MctfError(f"there is no {path}: give a folder or a zip file of images, or a dataset as hf:NAME")
-    if path.is_dir():
-        return FolderReader(path)
-    if zipfile.is_zipfile(path):
-        return ZipReader(path)
-    with path.open("rb") as file:
-        truncated = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
-    if truncated:
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            return FolderReader(path, limits)
+        kind = describe_kind(mode)
+        if kind is not None:
+            raise MctfError(f"{path} is {kind}, not a regular file: give a folder or a zip file of images")
+        with path.open("rb") as file:
+            start = file.read(_TAR_MAGIC_AT + len(_TAR_MAGIC))
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+        if isinstance(error, MctfError):
+            raise
+        raise MctfError(f"there is no {path}: give a folder or a zip file of images, or a dataset as hf:NAME") from None
+    except OSError as error:
+        raise MctfError(f"{path} cannot be opened ({error.strerror}): give a folder or a zip file of images") from None
+    if _is_zip(path):
+        return ZipReader(path, limits)
+    if start.startswith(_ZIP_MAGIC):
         raise MctfError(f"{path} is a truncated zip file: download it again")
+    other = next((name for magic, name in _OTHER_ARCHIVES.items() if start.startswith(magic)), None)
+    if start[_TAR_MAGIC_AT:] == _TAR_MAGIC:
+        other = "tar"
+    if other is not None:
+        raise MctfError(f"{path} is a {other} archive: unpack it, or pack the images into a zip file")
     raise MctfError(f"{path} is neither a folder nor a readable zip file: give one of these, with images in it")
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except Exception:  # of a damaged directory; `ZipReader` says which
+        return True
 
 
 class FileReader(ABC):
@@ -73,9 +110,10 @@ class FileReader(ABC):
 
     classes: list[str] | None = None
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> None:
         self.source = str(path)
         self.path = path
+        self.limits = limits
         files = self._files()
         if not files:
             raise MctfError(f"{path} is empty: expected images, or class folders with images in them")
@@ -99,7 +137,11 @@ class FileReader(ABC):
         """The outermost folders, empty ones included."""
 
     @abstractmethod
-    def _bytes(self, name: str) -> bytes: ...
+    def _bytes(self, name: str) -> bytes:
+        """The content of a file within the limits; raises exceptions of any type."""
+
+    @abstractmethod
+    def fingerprint(self, index: int) -> tuple[object, ...]: ...
 
     def __len__(self) -> int:
         return len(self.names)
@@ -109,64 +151,139 @@ class FileReader(ABC):
 
     def read(self, index: int) -> Image.Image:
         name = self.names[index]
-        try:
-            return Image.open(io.BytesIO(self._bytes(name))).convert("RGB")
-        except UnidentifiedImageError:
-            reason = "unknown image format"
-        except Exception as error:  # decoders raise exceptions of any type on damaged files
-            reason = first_line(error)
-        raise MctfError(f"{self.path / name} is not a readable image ({reason}): repair or remove it")
+        return decode_image(lambda: self._bytes(name), name=str(self.path / name), limits=self.limits)
 
     def empty_classes(self) -> list[str]:
         return sorted({name for name in self._folders() if not _hidden(name)} - set(self.class_names or ()))
 
 
 class FolderReader(FileReader):
-    """A folder; symbolic links are followed."""
+    """A folder; symbolic links are followed.
+
+    A link to a folder that it lies in is not followed again. Two other links to one folder are refused, since its
+    images would count twice. Several links to one file are several images.
+    """
 
     def _files(self) -> list[str]:
-        return [
-            (Path(parent) / file).relative_to(self.path).as_posix()
-            for parent, _, files in os.walk(self.path, followlinks=True)
-            for file in files
-        ]
+        files: list[str] = []
+        seen: dict[tuple[int, int], str] = {}  # device and inode: the path below the root
+        pending = [""]
+        while pending:
+            folder = pending.pop()
+            try:
+                status = os.stat(self.path / folder)
+                first = seen.setdefault((status.st_dev, status.st_ino), folder)
+                if first != folder:
+                    if not first or folder.startswith(first + "/"):
+                        continue
+                    raise MctfError(
+                        f"{self.path / first} and {self.path / folder} are one folder, whose images would count "
+                        "twice: remove one of the links"
+                    )
+                with os.scandir(self.path / folder) as entries:
+                    for entry in entries:
+                        name = f"{folder}/{entry.name}" if folder else entry.name
+                        if not _is_folder(entry):
+                            files.append(name)
+                        elif not _hidden(entry.name):
+                            pending.append(name)
+            except OSError as error:
+                raise MctfError(
+                    f"{self.path / folder} cannot be read ({error.strerror}): make it readable, or remove it"
+                ) from None
+        return files
 
     def _folders(self) -> list[str]:
-        return [entry.name for entry in self.path.iterdir() if entry.is_dir()]
+        with os.scandir(self.path) as entries:
+            return [entry.name for entry in entries if _is_folder(entry)]
 
     def _bytes(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+        return read_file(self.path / name, self.limits)
+
+    def fingerprint(self, index: int) -> tuple[object, ...]:
+        """Name and size in bytes, None for a file that cannot be found."""
+        name = self.names[index]
+        try:
+            return name, (self.path / name).stat().st_size
+        except OSError:
+            return name, None
 
 
 class ZipReader(FileReader):
     """A zip file, read in place.
 
-    Each process opens it for itself: loader workers that share a file handle share its position, too.
+    Each process opens it for itself: loader workers that share a file handle share its position, too. Of several
+    entries with one name the last counts, as it does when the file is unpacked. Names are taken as unpacking takes
+    them: without a leading "/" or "./", and with "\\" as the separator where there is no "/".
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> None:
         self._handle: tuple[int, zipfile.ZipFile] | None = None  # process id and its handle
-        super().__init__(path)
+        self._renamed: dict[str, str] = {}  # the name in the zip file, where it is another one
+        super().__init__(path, limits)
 
     def _files(self) -> list[str]:
-        return [name for name in self._archive().namelist() if not name.endswith("/")]
+        names: dict[str, None] = {}
+        for member in self._archive().namelist():
+            parts = _parts_of(member)
+            if ".." in parts:
+                raise MctfError(f"{self.path} holds {member!r}, which lies outside of it: pack the images again")
+            if not parts[-1]:  # a folder
+                continue
+            name = "/".join(parts)
+            names[name] = None
+            self._renamed.pop(name, None)
+            if name != member:
+                self._renamed[name] = member
+        return list(names)
 
     def _folders(self) -> list[str]:
-        return list({name.split("/", 1)[0] for name in self._archive().namelist() if "/" in name})
+        return list({parts[0] for parts in map(_parts_of, self._archive().namelist()) if len(parts) > 1})
 
     def _bytes(self, name: str) -> bytes:
-        return self._archive().read(name)
+        archive, entry = self._archive(), self._entry(name)
+        self.limits.check_bytes(entry.file_size)
+        if entry.flag_bits & 1:
+            raise UnreadableError("it is encrypted", "unpack the zip file, and pack it without a password")
+        step = {} if entry.compress_type in _BOUNDED_COMPRESSION else {"step": _UNBOUNDED_STEP}
+        with archive.open(entry) as file:
+            return read_bounded(file, self.limits, **step)
+
+    def fingerprint(self, index: int) -> tuple[object, ...]:
+        """Name, size in bytes and checksum, from the directory of the zip file."""
+        name = self.names[index]
+        entry = self._entry(name)
+        return name, entry.file_size, entry.CRC
+
+    def _entry(self, name: str) -> zipfile.ZipInfo:
+        return self._archive().getinfo(self._renamed.get(name, name))
 
     def _archive(self) -> zipfile.ZipFile:
         if self._handle is None or self._handle[0] != os.getpid():
             try:
                 self._handle = os.getpid(), zipfile.ZipFile(self.path)
-            except (OSError, zipfile.BadZipFile) as error:
-                raise MctfError(f"{self.path} cannot be read as a zip file ({error}): download it again") from None
+            except Exception as error:  # a damaged directory raises exceptions of many types
+                raise MctfError(
+                    f"{self.path} cannot be read as a zip file ({first_line(error)}): download it again"
+                ) from None
         return self._handle[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_handle": None}
+
+
+def _parts_of(member: str) -> list[str]:
+    """Folders and name of an entry of a zip file; the name is empty for a folder."""
+    *folders, name = member.split("/" if "/" in member else "\\")
+    return [*(part for part in folders if part not in ("", ".")), name]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder or a link to one; a link that leads nowhere is a file, which cannot be read."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _hidden(part: str) -> bool:
@@ -203,9 +320,10 @@ class HubReader:
     Columns are recognized by their type (Image, ClassLabel), else by their usual names.
     """
 
-    def __init__(self, dataset: HubDataset, *, source: str) -> None:
+    def __init__(self, dataset: HubDataset, *, source: str, limits: ReadLimits = DEFAULT_LIMITS) -> None:
         self.source = source
         self.dataset = dataset
+        self.limits = limits
         self.class_names: list[str] | None = None
         self.classes: list[str] | None = None
         self.unlabeled = ""
@@ -213,6 +331,7 @@ class HubReader:
         if column is None:
             raise MctfError(_missing_column(dataset, source, "Image", _IMAGE_COLUMNS))
         self.column = column
+        self._encoded = _without_decoding(dataset, column)
         label_column = _find_column(dataset, "ClassLabel", _LABEL_COLUMNS)
         if label_column is None:
             self.unlabeled = _missing_column(dataset, source, "ClassLabel", _LABEL_COLUMNS)
@@ -228,7 +347,8 @@ class HubReader:
         invalid = [value for value in values if not (isinstance(value, int) and 0 <= value < len(order))]
         if invalid:
             self.unlabeled = (
-                f"{source} has {len(invalid)} images without a class ({label_column} {invalid[0]}): use a labeled split"
+                f"{source} has {plural(len(invalid), 'image')} without a class ({label_column} {invalid[0]}): "
+                "use a labeled split"
             )
         else:
             self.class_names = [order[value] for value in values]
@@ -239,15 +359,35 @@ class HubReader:
     def name(self, index: int) -> str:
         return f"image {index}"
 
+    def fingerprint(self, index: int) -> tuple[object, ...]:
+        """The fingerprint of the dataset, where it has one, or its length; and the index."""
+        return getattr(self.dataset, "_fingerprint", None) or len(self), index
+
     def read(self, index: int) -> Image.Image:
-        try:
-            return self.dataset[index][self.column].convert("RGB")
-        except Exception as error:  # decoders raise exceptions of any type on damaged files
-            reason = first_line(error)
-        raise MctfError(f"image {index} of {self.source} is not readable ({reason}): repair or remove it")
+        return decode_image(lambda: self._value(index), name=f"image {index} of {self.source}", limits=self.limits)
+
+    def _value(self, index: int) -> bytes | Image.Image:
+        if self._encoded is not None:
+            value = self._encoded[index][self.column]
+            if value["bytes"] is not None:
+                return value["bytes"]
+            if value["path"] is not None and os.path.exists(value["path"]):
+                return read_file(Path(value["path"]), self.limits)
+        value = self.dataset[index][self.column]
+        if not isinstance(value, Image.Image):
+            raise UnreadableError(f"it is of type {type(value).__name__}")
+        return value
 
     def empty_classes(self) -> list[str]:
         return []
+
+
+def _without_decoding(dataset: Any, column: str) -> HubDataset | None:
+    """The same rows with encoded images, whose size is checked before they are decoded; None where there are none."""
+    feature = dataset.features[column]
+    if not hasattr(dataset, "cast_column") or not getattr(feature, "decode", False):
+        return None
+    return dataset.cast_column(column, type(feature)(decode=False))
 
 
 def _find_column(dataset: HubDataset, kind: str, usual: tuple[str, ...]) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _MAX_WORKERS = 8  # more rarely help a loader, and each costs start-up time and memory
+_MAX_WORKERS_PER_CORE = 4  # of those that a user asks for: more spend their time on waiting for each other
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_OF_PROCESS = Path("/proc/self/cgroup")
 
@@ -16,16 +17,17 @@ _CGROUP_OF_PROCESS = Path("/proc/self/cgroup")
 def num_workers(num_batches: int, *, device: torch.device | None = None, requested: int | None = None) -> int:
     """Worker processes for a loader of this rank, never more than it has batches.
 
-    requested: a number that the user gave. Otherwise the cores in the affinity mask of this process are divided by
-    the ranks on this machine. device: where the model runs meanwhile. A GPU keeps one core for the main process and
-    at most 8 workers. A CPU gets none: workers would compete with the model. None: nothing else runs.
+    requested: a number that the user gave, of which at most 4 per core are started, or 8. Otherwise the cores in the
+    affinity mask of this process are divided by the ranks on this machine. device: where the model runs meanwhile. A
+    GPU keeps one core for the main process and at most 8 workers. A CPU gets none: workers would compete with the
+    model. None: nothing else runs.
     """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if requested is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
         share = max(1, cores // local_ranks)
         requested = share if device is None else 0 if device.type == "cpu" else min(_MAX_WORKERS, share - 1)
-    return min(requested, num_batches)
+    return min(requested, num_batches, max(_MAX_WORKERS, _MAX_WORKERS_PER_CORE * cores))
 
 
 def memory_of(device: torch.device) -> int:

@@ -144,9 +144,15 @@ def kind_of(method: Method) -> str:
     return CONTROL if method.control else LEARNED if method.learned else PARAMETER_FREE
 
 
-def compare(model: nn.Module, batches: Iterable[Batch], candidates: Sequence[Candidate]) -> Comparison:
-    """Measure the baseline and all candidates on the same images."""
-    evaluation = evaluate(model, batches, [candidate.setting for candidate in candidates])
+def compare(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    candidates: Sequence[Candidate],
+    *,
+    tick: Callable[[], object] = lambda: None,
+) -> Comparison:
+    """Measure the baseline and all candidates on the same images; `tick` is called after each batch of each of them."""
+    evaluation = evaluate(model, batches, [candidate.setting for candidate in candidates], tick=tick)
     measured = zip(candidates, evaluation.rows[1:], evaluation.scores[1:], strict=True)
     results = sorted(
         (Result(candidate, row, scores) for candidate, row, scores in measured),

@@ -26,6 +26,16 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
+def set_threads(count: int | None) -> None:
+    """Let torch use this many CPU threads; None for its own choice. Refuses more than any machine profits from."""
+    if count is None:
+        return
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if not 1 <= count <= most:
+        raise MctfError(f"threads = {count} is out of range on this machine: choose from 1 to {most}")
+    torch.set_num_threads(count)
+
+
 def describe_device(device: torch.device) -> str:
     """The device for a report: the GPU's model, or the processor's architecture and the number of threads."""
     if device.type == "cuda":

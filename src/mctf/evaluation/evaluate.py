@@ -7,7 +7,7 @@ Axes: B images, 3 H W.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -90,11 +90,17 @@ class Evaluation:
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, batches: Iterable[Batch], settings: Sequence[Setting]) -> Evaluation:
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    settings: Sequence[Setting],
+    *,
+    tick: Callable[[], object] = lambda: None,
+) -> Evaluation:
     """Run the baseline and every setting over all batches, on the device and in the dtype of the unfused model.
 
     The model is not changed: each fused setting is a copy that shares the weights, and all settings with r = 0 share
-    one copy. Settings are checked before the first batch is read.
+    one copy. Settings are checked before the first batch is read. `tick` is called `passes(settings)` times per batch.
     """
     if find_stack(model) is not None:
         raise MctfError("the model is fused already: evaluate the unfused model, or run mctf.unfuse(model) first")
@@ -118,6 +124,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], settings: Sequence[Sett
         for each in unique:
             output = reference if each is baseline else each.run(pixels)
             each.scores.append(score(output, reference, batch.labels, classifies=classifies))
+            tick()
     for each in unique:
         each.gather()
 
@@ -142,6 +149,11 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], settings: Sequence[Sett
     notes.extend(f"the layers of {name} are untrained: fine-tune the model with it" for name in untrained)
     scores = tuple(concatenate(each.scores) for _, each in shown)
     return Evaluation(len(scores[0].class_cosine), tuple(rows), tuple(notes), scores)
+
+
+def passes(settings: Sequence[Setting]) -> int:
+    """Number of models that `evaluate` runs on every batch: one per setting that fuses, and the baseline."""
+    return 1 + sum(not setting.is_baseline for setting in settings)
 
 
 def _check(setting: Setting, host: Host) -> None:

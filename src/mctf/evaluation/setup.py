@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import EvalLoader, ImageDataset, Preprocessing, open_dataset
+from .._utils import plural
+from ..data import EvalLoader, ImageDataset, OnCorrupt, Preprocessing, ReadLimits, open_dataset
 from ..distributed import DistributedContext, init_distributed
 from ..errors import MctfError
 from ..models.loading import load_model
-from .environment import command_line, describe_device, pick_device, versions
+from .environment import command_line, describe_device, pick_device, set_threads, versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +33,18 @@ class RunOptions:
     batch_size: int = 32
     limit: int | None = None
     workers: int | None = None
+    on_corrupt: OnCorrupt = "stop"
+    max_bytes: int | None = None
+    max_pixels: int | None = None
+    max_aspect: float | None = None
     device_name: str | None = None
     dtype: str = "float32"
     threads: int | None = None
     progress: bool | None = None
+
+    @property
+    def limits(self) -> ReadLimits:
+        return ReadLimits.of(max_bytes=self.max_bytes, max_pixels=self.max_pixels, max_aspect=self.max_aspect)
 
 
 @dataclass(frozen=True)
@@ -50,20 +59,28 @@ class EvalRun:
     distributed: DistributedContext
 
     def sample(self, count: int) -> Tensor:
-        """`count` images, evenly spaced over those of all ranks, as input of the model: B 3 H W."""
+        """`count` images, evenly spaced over those of all ranks, as input of the model: B 3 H W; fewer where unreadable
+        ones are skipped.
+        """
         chosen, transform = self.dataset.spaced(count), self.preprocessing.transform()
         weight = next(self.model.parameters())
-        pixels = torch.stack([transform(chosen.read(index)) for index in range(len(chosen))])
+        pixels = torch.stack([transform(image) for _, image in chosen.readable(skip=self.batches.skips)])
         return pixels.to(weight.device, weight.dtype)
 
+    def notes(self, *, images: int) -> list[str]:
+        """Remarks on the images, for the user."""
+        skipped = len(self.dataset) - images
+        return [*self.dataset.notes, *([f"{plural(skipped, 'unreadable image')} skipped"] if skipped else [])]
+
     def facts(self, *, images: int) -> dict[str, Any]:
-        """The conditions of the run, for the JSON object."""
+        """The conditions of the run, for the JSON object. images: the number evaluated; the others were unreadable."""
         options = self.options
         return {
             "model": options.model,
             "weights": None if options.weights is None else str(options.weights),
             "data": str(options.data),
             "images": images,
+            "skipped": len(self.dataset) - images,
             "preprocessing": asdict(self.preprocessing),
             "device": describe_device(self.distributed.device),
             "processes": self.distributed.world_size,
@@ -77,10 +94,9 @@ class EvalRun:
 @contextmanager
 def open_run(options: RunOptions) -> Iterator[EvalRun]:
     """Find the images, join the ranks of torchrun if there are any, and load the model."""
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    set_threads(options.threads)
     torch.manual_seed(0)  # untrained layers are the same in every run and on every rank
-    dataset = open_dataset(options.data)
+    dataset = open_dataset(options.data, limits=options.limits)
     with init_distributed(pick_device(options.device_name)) as distributed:
         device = distributed.device
         model: Any = load_model(options.model, weights=options.weights, image_size=options.image_size)
@@ -93,6 +109,7 @@ def open_run(options: RunOptions) -> Iterator[EvalRun]:
             batch_size=options.batch_size,
             workers=options.workers,
             device=device,
+            on_corrupt=options.on_corrupt,
         )
         try:
             yield EvalRun(options, model, dataset, preprocessing, batches, distributed)

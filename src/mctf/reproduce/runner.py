@@ -32,10 +32,14 @@ class Subject:
         return len(self.batches.dataset)
 
     def sample(self, count: int) -> Iterator[tuple[str, Tensor]]:
-        """Names and inputs (3 H W) of at most `count` images, evenly spaced over all of them."""
+        """Names and inputs (3 H W) of at most `count` images, evenly spaced over all of them.
+
+        Unreadable ones are omitted, or raise MctfError, as in the batches.
+        """
         images = self.batches.dataset.spaced(count)
-        for index, name in enumerate(images.names):
-            yield name, self.batches.transform(images.read(index))
+        names = images.names
+        for index, image in images.readable(skip=self.batches.skips):
+            yield names[index], self.batches.transform(image)
 
     def to_model(self, pixels: Tensor) -> Tensor:
         """Pixels on the model's device and in its dtype."""

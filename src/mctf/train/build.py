@@ -107,6 +107,7 @@ def build_trainer(recipe: Recipe, distributed: DistributedContext, *, on_decodin
             workers=recipe.workers,
             in_memory=recipe.in_memory,  # type: ignore[arg-type]
             on_corrupt=recipe.on_corrupt,  # type: ignore[arg-type]
+            limits=recipe.limits,
         ),
         device=distributed.device,
         rank=distributed.rank,
@@ -115,7 +116,8 @@ def build_trainer(recipe: Recipe, distributed: DistributedContext, *, on_decodin
         progress=on_decoding if distributed.is_main else None,
     )
     if recipe.validation is not None:
-        open_dataset(recipe.validation, class_to_idx=feed.class_to_idx)  # refuses other classes before training
+        # refuses other classes before training
+        open_dataset(recipe.validation, class_to_idx=feed.class_to_idx, limits=recipe.limits)
     same_classes = model.num_classes == feed.num_classes
     if not same_classes:
         model.reset_classifier(feed.num_classes)

@@ -17,6 +17,7 @@ from ..core.schedule import FAST_RATIO, ReductionSpec, parse_blocks, parse_r
 from ..errors import MctfError, did_you_mean
 
 if TYPE_CHECKING:
+    from ..data import ReadLimits
     from ..methods.base import Method
 
 UNFUSED = "none"  # as `method`: train the model without token fusion
@@ -180,6 +181,9 @@ class Recipe:
     workers: int | None = option(None, optional(integer(0)), "Processes that read images.", affects_weights=False)
     in_memory: str = option("auto", choice("auto", "yes", "no"), "Decode all images once, augment on the device.")
     on_corrupt: str = option("skip", choice("skip", "stop"), "What to do about an unreadable image.")
+    max_pixels: int | None = option(None, optional(integer(1)), "Pixels of one image at most; 100 million by default.")
+    max_bytes: int | None = option(None, optional(integer(1)), "Bytes of one image file at most; 256 MiB by default.")
+    max_aspect: float | None = option(None, optional(real(1)), "Longer over shorter side at most; 100 by default.")
 
     method: str = option("mctf", text, "Token-reduction method, or none for the unfused model.")
     r: ReductionSpec = option(
@@ -313,6 +317,13 @@ class Recipe:
         from ..methods import make_method
 
         return make_method(self.method, self.method_options)
+
+    @property
+    def limits(self) -> "ReadLimits":
+        """What one image may cost."""
+        from ..data import ReadLimits
+
+        return ReadLimits.of(max_bytes=self.max_bytes, max_pixels=self.max_pixels, max_aspect=self.max_aspect)
 
     @property
     def total_epochs(self) -> int:

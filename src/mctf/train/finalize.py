@@ -56,7 +56,7 @@ def evaluate_final(
     recipe, distributed = trainer.recipe, trainer.distributed
     if recipe.validation is None:
         return None
-    dataset = open_dataset(recipe.validation, class_to_idx=trainer.feed.class_to_idx)
+    dataset = open_dataset(recipe.validation, class_to_idx=trainer.feed.class_to_idx, limits=recipe.limits)
     batches = EvalLoader(
         dataset.shard(distributed.rank, distributed.world_size),
         Preprocessing.of(model).transform(),

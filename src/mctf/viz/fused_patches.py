@@ -8,6 +8,7 @@ Axes: rows and columns of patches; H and W pixels.
 
 import colorsys
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
-from .._utils import first_line
-from ..data import Preprocessing
+from ..data import Preprocessing, ReadLimits
+from ..data.decode import DEFAULT_LIMITS, decode_image, read_file
 from ..errors import MctfError
 
 # Steps of a two-dimensional low-discrepancy sequence (powers of the inverse plastic number): hues of neighboring
@@ -33,17 +34,13 @@ _PALE = (135, 215)  # grays of black and of white pixels of dropped patches
 _STRIPE = 70  # gray of the stripes over them
 
 
-def open_image(path: Path) -> Image.Image:
+def open_image(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> Image.Image:
     """An RGB image, upright and fully decoded; raises MctfError for a missing, damaged or other file."""
     if path.is_dir():
         raise MctfError(f"{path} is a folder: name the images in it")
-    if not path.is_file():
-        raise MctfError(f"there is no image file {path}")
-    try:
-        with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as failure:  # decoders raise many types for damaged files
-        raise MctfError(f"{path} cannot be read as an image: {first_line(failure)}") from None
+    if not os.path.exists(path):
+        raise MctfError(f"there is no image file {path}: check the name")
+    return decode_image(lambda: read_file(path, limits), name=str(path), limits=limits, upright=True)
 
 
 def to_image(tensor: Tensor, preprocessing: Preprocessing) -> Image.Image:
