@@ -12,7 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO
 
-from .errors import MctfError
+from .errors import MctfError, shown
+
+MAX_SIDE = 1 << 16  # pixels; image formats end here, and so do token counts that a computer can hold
 
 _NAME_BYTES = 255  # of a file's name, in every file system in use
 
@@ -68,10 +70,12 @@ def parse_image_size(value: object) -> tuple[int, int]:
     )
     try:
         sides = [int(str(part)) for part in parts if not isinstance(part, (bool, float))]
-    except (TypeError, ValueError):
+    except Exception:  # whatever the text of another's class raises
         sides = []
     if len(sides) != len(parts) or len(sides) not in (1, 2) or min(sides) < 1:
-        raise MctfError(f"image size {value!r} is not a size: write 384 or 384x512 (height x width)")
+        raise MctfError(f"image size {shown(value)} is not a size: write 384 or 384x512 (height x width)")
+    if max(sides) > MAX_SIDE:
+        raise MctfError(f"image size {shown(value)} is too large: at most {MAX_SIDE:,} pixels in each direction")
     return sides[0], sides[-1]
 
 

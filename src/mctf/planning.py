@@ -10,6 +10,7 @@ from torch import nn
 from ._utils import format_blocks, format_counts, parse_image_size
 from .core.flops import Cost
 from .core.schedule import Amount, Reduction, ReductionSpec, make_schedule, read_blocks, reductions
+from .errors import MctfError, shown
 from .hosts import Architecture, find_host
 from .methods import make_method
 from .methods._layers import split_state_dict
@@ -114,7 +115,10 @@ def plan(
     module = create_empty(model, image_size=size) if isinstance(model, str) else model
     host = find_host(module)
     chosen = chosen.resolve(class_token=host.class_token)
-    architecture = host.architecture(size) if architecture is None else architecture
+    if architecture is None:
+        architecture = host.architecture(size)
+    elif not isinstance(architecture, Architecture):
+        raise MctfError(f"architecture={shown(architecture)} is no Architecture: leave it out")
     depth = len(architecture.blocks)
     r = chosen.default_r if r is None else r
     schedule = make_schedule(r, depth=depth, blocks=read_blocks(blocks), default_blocks=chosen.default_blocks(depth))
