@@ -55,9 +55,10 @@ class _Reproduce(Command):
 Examples:
   mctf reproduce --table 1,2 --out report
   mctf reproduce deit_tiny_patch16_224 --data val.zip --out report --quick
-  mctf reproduce deit_tiny_patch16_224 --data val.zip --weights tiny.safetensors \\
-      --classes classes.tsv --out report
-  mctf reproduce deit_small_patch16_224 --data imagenet/val --limit 2000 --out report --only criteria,class_token
+  mctf reproduce deit_tiny_patch16_224 --data val.zip \\
+      --weights tiny.safetensors --classes classes.tsv --out report
+  mctf reproduce deit_small_patch16_224 --data imagenet/val \\
+      --limit 2000 --out report --only criteria,class_token
 """,
 )
 @click.argument("model", required=False)
