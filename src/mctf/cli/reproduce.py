@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._utils import file_digest, plural
-from ..errors import MctfError
+from ..errors import MctfError, one_line
 from .options import (
     FILE,
     batch_size_option,
@@ -189,7 +189,9 @@ def _facts(conditions: "Conditions", finished: dict[str, "Record"], subject: "Su
     if conditions:
         size = "x".join(str(side) for side in conditions["image_size"])
         facts["Model"] = f"{conditions['model']}, weights: {conditions['weights']}"
-        facts["Images"] = f"{conditions['images']} of {conditions['data']}, {size}, crop {conditions['crop_pct']:g}"
+        facts["Images"] = (
+            f"{conditions['images']} of {one_line(conditions['data'])}, {size}, crop {conditions['crop_pct']:g}"
+        )
     if subject is not None:
         if subject.batches.skipped:
             facts["Images"] += f", {plural(subject.batches.skipped, 'unreadable image')} skipped"
