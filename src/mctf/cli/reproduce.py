@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,6 +179,8 @@ def _subject(opened: "EvalRun", *, quick: bool) -> tuple["Subject", "Conditions"
         "classes": opened.dataset.targets is not None,
         "quick": quick,
     }
+    if opened.batches.skips:  # which images are measured depends on these
+        conditions["skipped_beyond"] = asdict(settings.limits)
     return Subject(settings.model, opened.model, opened.batches, opened.preprocessing), conditions
 
 
