@@ -166,7 +166,7 @@ def _subject(opened: "EvalRun", *, quick: bool) -> tuple["Subject", "Conditions"
     if opened.distributed.is_distributed:
         raise MctfError("mctf reproduce runs in one process: start it without torchrun")
     find_host(opened.model)  # refuses an unsupported model before anything is measured
-    conditions = {
+    conditions: dict[str, Any] = {
         "model": settings.model,
         "weights": "pretrained" if settings.weights is None else settings.weights.name,
         "weights_bytes": None if settings.weights is None else settings.weights.stat().st_size,
