@@ -9,6 +9,7 @@ from rich.table import Table
 
 from .._utils import plural
 from ..core.schedule import ReductionSpec
+from ..errors import one_line
 from ..evaluation.benchmark import Measurement
 from ..evaluation.compare import Comparison
 from ..evaluation.evaluate import Row
@@ -26,7 +27,7 @@ _OPTIONAL = ("peak MiB", "target", "remark", "cosine", "error", "images/s", "top
 def run_title(facts: dict[str, Any]) -> str:
     """The line above a table, from the facts of an `EvalRun`."""
     images = plural(facts["images"], "image")
-    return f"{facts['model']} on {images} of {facts['data']}, {facts['device']}, {facts['dtype']}"
+    return f"{facts['model']} on {images} of {one_line(facts['data'])}, {facts['device']}, {facts['dtype']}"
 
 
 def print_rows(rows: Sequence[Row], *, title: str, notes: Sequence[str]) -> None:

@@ -68,7 +68,7 @@ def write_report(
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        atomic_write(folder / name, text.encode())
+        atomic_write(folder / name, text.encode(errors="backslashreplace"))  # names of files may be no UTF-8
     return content
 
 
