@@ -1,6 +1,7 @@
 """Small helpers that every room may use: counts in sentences, sizes as typed, files written whole."""
 
 import errno
+import hashlib
 import os
 import stat
 import tempfile
@@ -47,6 +48,15 @@ def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or its class where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def file_digest(path: Path) -> str:
+    """A checksum of the content of a file; raises MctfError where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as failure:
+        raise MctfError(f"{path} cannot be read ({failure.strerror}): give another file") from None
 
 
 def optional_import(module: str, *, extra: str, purpose: str) -> ModuleType:

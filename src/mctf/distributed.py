@@ -1,15 +1,18 @@
 """Distributed execution: the rank of this process, its device, and collectives that also work in a single process."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ._utils import first_line
 from .errors import MctfError
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,14 @@ def init_distributed(device: torch.device) -> Iterator[DistributedContext]:
     """The process group of torchrun (`WORLD_SIZE`), or a single process without one.
 
     NCCL on GPUs, one process per GPU, else Gloo. The group is destroyed at the end, but not after an error: other
-    ranks may be waiting in a collective, and torchrun terminates them.
+    ranks may be waiting in a collective, and torchrun terminates them. Raises MctfError where another rank ends early.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         yield DistributedContext(0, 1, device)
         return
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise MctfError(f"{name}={os.environ[name]} is not a number of processes: start them with torchrun")
     if device.type == "cuda":
         local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local_rank >= count:
@@ -48,8 +54,19 @@ def init_distributed(device: torch.device) -> Iterator[DistributedContext]:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    yield DistributedContext(dist.get_rank(), dist.get_world_size(), device)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    except (ValueError, RuntimeError) as failure:
+        raise MctfError(f"the processes find no group ({first_line(failure)}): start them with torchrun") from None
+    rank = dist.get_rank()
+    try:
+        yield DistributedContext(rank, dist.get_world_size(), device)
+    except RuntimeError as failure:
+        if not isinstance(failure, dist.DistError) and "by peer" not in str(failure):
+            raise
+        raise MctfError(
+            f"process {rank} lost another process, whose message says why: start all of them again"
+        ) from None
     dist.destroy_process_group()
 
 
@@ -69,3 +86,17 @@ def broadcast_object(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def on_main(distributed: DistributedContext, work: Callable[[], Value]) -> Value:
+    """The value of `work()` on rank 0, on every rank; an MctfError is raised on every rank, so that none waits."""
+    value, refusal = None, None
+    if distributed.is_main:
+        try:
+            value = work()
+        except MctfError as error:
+            refusal = str(error)
+    value, refusal = broadcast_object((value, refusal))
+    if refusal is not None:
+        raise MctfError(refusal)
+    return value

@@ -76,9 +76,15 @@ class Plan:
         return {name: getattr(self, name) for name in ("model", "method", "r", "token_counts", *costs, "notes")}
 
     def __str__(self) -> str:
-        rows = [f"{self.model}, {self.method} r={self.r}", "block  tokens in  fused  tokens out  GFLOPs"]
-        for index, (step, cost) in enumerate(zip(self.reductions, self.block_gflops, strict=True)):
-            rows.append(f"{index:5d}{step.tokens:11d}{step.num_reduced:7d}{step.num_remaining:12d}{cost:8.3f}")
+        headings = ["block", "tokens in", "fused", "tokens out", "GFLOPs"]
+        cells = [
+            [str(index), str(step.tokens), str(step.num_reduced), str(step.num_remaining), f"{cost:.3f}"]
+            for index, (step, cost) in enumerate(zip(self.reductions, self.block_gflops, strict=True))
+        ]
+        widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+        rows = [f"{self.model}, {self.method} r={self.r}"]
+        for row in (headings, *cells):
+            rows.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
         change = f"{self.saved:.0%} saved" if self.saved >= 0 else f"{-self.saved:.0%} more"
         rows.append(f"{self.gflops:.2f} GFLOPs of {self.gflops_base:.2f} ({change})")
         if self.learned_parameters:

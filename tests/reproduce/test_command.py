@@ -122,7 +122,7 @@ def test_other_images_in_the_same_folder_are_refused(run, basic) -> None:
         (["--only", "criteria", "--out", "report"], "criteria cannot be measured without images"),
         (["--only", "criterion", "--out", "report"], "there is no experiment 'criterion'"),
         (["--table", "7", "--out", "report"], "no experiment measures Table 7"),
-        (["--table", "1", "--out", "file.txt"], "file.txt is a file: name a folder with --out"),
+        (["--table", "1", "--out", "file.txt"], "file.txt is not a folder: name another folder with --out"),
         (["--table", "1"], "Missing option '--out'"),
     ],
 )

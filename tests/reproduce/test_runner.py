@@ -121,6 +121,15 @@ def test_results_of_another_model_are_refused_and_never_mixed_in(bench) -> None:
     assert sorted(finished) == ["one", "two"]
 
 
+def test_other_content_of_the_same_name_is_refused_where_the_record_has_a_checksum(bench) -> None:
+    bench.run()
+    bench.run(conditions={"model": "a", "images_checksum": "x"})  # of records without one nothing is known
+    assert bench.runs == [1, 1, 1]
+    bench.run(conditions={"model": "a", "images_checksum": "x"}, again=True)
+    with pytest.raises(MctfError, match=r"holds results for images_checksum 'x', not 'y'"):
+        bench.run(conditions={"model": "a", "images_checksum": "y"})
+
+
 def test_without_a_model_only_costs_run_and_other_records_are_included(bench) -> None:
     finished, work = bench.run(subject=False)
     assert (bench.runs, list(finished)) == ([1, 0, 0], ["one"])

@@ -1,12 +1,16 @@
 """Recipes: parsed from files and text, refused with everything that is wrong, written and read back."""
 
 import math
+import os
 import shlex
+import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mctf import MctfError
 from mctf.train.build import resume_command
@@ -85,10 +89,57 @@ def test_all_errors_are_reported_at_once() -> None:
         ({"weights": __file__, "random_weights": True}, "exclude each other"),
         ({"model": "hf:google/vit"}, "model = 'hf:google/vit': only timm models can be fine-tuned"),
         ({"output": "runs/\udcff"}, "expected text in UTF-8"),
+        ({"seed": 2**63}, "seed = 9223372036854775808: expected a whole number, at most 9223372036854775807"),
+        ({"seed": "9" * 5000}, "seed = '999"),
+        ({"seed": -1}, "seed = -1: expected a whole number, 0 or more"),
+        ({"epochs": 10**18}, "expected a whole number, at most 1000000"),
+        ({"batch": 10**30}, "expected a whole number, at most"),
+        ({"lr": 10**400}, "expected a number above 0, at most 1000"),
+        ({"lr": 1e300}, "expected a number above 0, at most 1000"),
+        ({"clip": 10**400}, "expected a number above 0"),
+        ({"lr": 5e-324, "min_lr": 0}, "lr = 4.94066e-324 is too far below layers_lr"),
+        ({"weights": "a\0b"}, "weights = 'a\\x00b': "),
+        ({"weights": "x" * 5000}, "it cannot be a path (File name too long)"),
+        ({"data": "a\0b"}, "expected text without null characters"),
+        ({"data": " "}, "expected a name"),
+        ({"model": ["a"] * 10000}, "model = ['a', 'a', 'a', 'a', 'a', 'a', ...]: expected a name"),
     ],
 )
 def test_invalid_values_are_refused(values: dict[str, Any], message: str) -> None:
-    assert message in refusal(**values)
+    text = refusal(**values)
+    assert message in text
+    assert len(text) < 600
+
+
+def test_unknown_names_are_not_answered_by_all_fifty_names() -> None:
+    assert refusal(frobnicate=1) == "there is no option frobnicate: mctf finetune --help lists all options"
+    text = refusal(**{f"x{index}" * 100: 1 for index in range(1000)})
+    assert text.endswith("; and 990 more problems")
+    assert len(text) < 2000
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([each.name for each in fields(Recipe)]),
+        st.one_of(
+            st.none(),
+            st.booleans(),
+            st.integers(),
+            st.floats(),
+            st.text(max_size=5),
+            st.sampled_from([10**400, -(10**400), "9" * 5000, "1e999", "-0", "0x1", "nan", b"", {}, [[]], {"a": {}}]),
+            st.lists(st.integers(), max_size=3),
+        ),
+        max_size=4,
+    )
+)
+@settings(max_examples=150)
+def test_any_values_are_accepted_or_refused(values: dict[str, Any]) -> None:
+    try:
+        recipe = read_recipe(BASIC | values)
+    except MctfError:
+        return
+    assert read_recipe(tomllib.loads(recipe.as_toml())) == recipe
 
 
 def test_the_unfused_model_trains_by_cross_entropy() -> None:
@@ -113,6 +164,8 @@ class TestToml:
             "C:\\dir\\n",
             "# [x] = ",
             "ü $(x) ;",
+            " spaces ",
+            "--help",
         ],
     )
     def test_any_path_survives(self, tmp_path: Path, name: str) -> None:
@@ -151,7 +204,7 @@ class TestToml:
         recipe = read_recipe(read_toml(path))
         assert (recipe.weight_decay, recipe.color_jitter) == (0.1, 0.3)
 
-    @pytest.mark.parametrize("content", [b"a = ", b"\xff\xfe"])
+    @pytest.mark.parametrize("content", [b"a = ", b"\xff\xfe", b"seed = " + b"9" * 5000, bytes(range(256)), b"\0"])
     def test_other_files_are_refused(self, tmp_path: Path, content: bytes) -> None:
         path = tmp_path / "recipe.toml"
         path.write_bytes(content)
@@ -159,6 +212,30 @@ class TestToml:
             read_toml(path)
         with pytest.raises(MctfError, match="cannot be read"):
             read_toml(tmp_path / "nowhere.toml")
+
+    @pytest.mark.parametrize(("make", "words"), [(os.mkdir, "is a folder"), (os.mkfifo, "is a pipe or device")])
+    def test_other_kinds_of_files_are_refused(self, tmp_path: Path, make: Any, words: str) -> None:
+        make(tmp_path / "recipe.toml")
+        with pytest.raises(MctfError, match=f"recipe.toml {words}: give a TOML file of options"):
+            read_toml(tmp_path / "recipe.toml")
+        with pytest.raises(MctfError, match="/dev/zero is a pipe or device"):
+            read_toml(Path("/dev/zero"))
+        with pytest.raises(MctfError, match="null"):
+            read_toml(Path("a\0b"))
+
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            (b"#" * 1_000_001, "has more than 1,000,000 bytes"),
+            (b"a = " + b"[" * 100_000, "is nested too deeply"),
+            (b"[method_options." + b"a." * 3000 + b"a]", "nested too deeply"),
+        ],
+    )
+    def test_huge_and_deep_files_are_refused(self, tmp_path: Path, content: bytes, words: str) -> None:
+        path = tmp_path / "recipe.toml"
+        path.write_bytes(content)
+        with pytest.raises(MctfError, match=words):
+            read_recipe(BASIC | read_toml(path))
 
 
 def test_the_fingerprint_covers_what_the_weights_depend_on() -> None:

@@ -2,18 +2,23 @@
 
 import csv
 import json
+import os
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import timm
 from safetensors.torch import load_file, save_file
 
+import mctf.cli
 from helpers.command_line import Command
 from helpers.torchrun import Running, run_together, run_torchrun, write_stripes
 from helpers.train_feeds import read_log
+from mctf._locks import lock_folder
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +92,21 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     outcome = run(*again[1:])
     assert outcome.code == 0, outcome.err
     assert_same(stopped, whole)
+
+
+@pytest.mark.slow
+def test_the_printed_command_works_in_a_shell(place: Path, tmp_path: Path) -> None:
+    output = tmp_path / 'it\'s \U0001f98a "$HOME" `x` \\ * ; \x7f\n& '
+    running = Running(["finetune", *arguments(place, output)], folder=tmp_path)
+    running.wait_until(lambda: steps_logged(output) >= 1)
+    running.send(signal.SIGTERM)
+    assert running.codes() == [128 + signal.SIGTERM]
+    command = running.output().partition("to continue: ")[2].removesuffix("\n")
+    assert command.startswith("mctf finetune")
+    own = f'mctf() {{ {shlex.quote(sys.executable)} -m mctf "$@"; }}\n'
+    done = subprocess.run(["sh", "-c", own + command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert steps_logged(output) == 30
 
 
 @pytest.mark.slow
@@ -190,6 +210,97 @@ def test_options_of_the_method_and_progress_bars(place: Path, tmp_path: Path, ru
     assert "decoding images" in outcome.err
     text = (tmp_path / "run" / "recipe.toml").read_text()
     assert text.endswith('[method_options]\npooling = "size"\ntau_sim = 0.5\nbidirectional = false\n')
+
+
+def short(place: Path, output: Path, *more: object) -> list[object]:
+    return arguments(place, output, "--epochs", 1, "--no-progress", *more)
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class TestUsedFolders:
+    """A run never overwrites another one, nor files of another program."""
+
+    @pytest.fixture(scope="class")
+    def finished(self, place: Path) -> Path:
+        output = place / "finished"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["mctf", "finetune", *map(str, short(place, output))])
+            mctf.cli.main()
+        return output
+
+    @pytest.mark.parametrize("resume", [(), ("--resume",)])
+    def test_a_finished_run_without_checkpoints(
+        self, place: Path, finished: Path, tmp_path: Path, run: Command, resume: tuple[str, ...]
+    ) -> None:
+        output = shutil.copytree(finished, tmp_path / "run")
+        shutil.rmtree(output / "checkpoints")
+        before = listing(output)
+        line = run.refusal(*short(place, output, *resume))
+        assert "holds a finished run" in line
+        assert "(model.safetensors)" in line
+        assert "name another --output" in line
+        assert listing(output) == before
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "model-raw.safetensors", "evaluation.json"])
+    def test_a_single_result(self, place: Path, tmp_path: Path, run: Command, name: str) -> None:
+        (tmp_path / name).write_text("precious")
+        for resume in ((), ("--resume",)):
+            assert f"holds a finished run{'' if resume else ' already'} ({name})" in run.refusal(
+                *short(place, tmp_path, *resume)
+            )
+        assert listing(tmp_path) == {name: b"precious"}
+
+    def test_a_log_with_lines(self, place: Path, finished: Path, tmp_path: Path, run: Command) -> None:
+        shutil.copy(finished / "log.csv", tmp_path)
+        before = listing(tmp_path)
+        assert "holds a run already: add --resume" in run.refusal(*short(place, tmp_path))
+        line = run.refusal(*short(place, tmp_path, "--resume"))
+        assert "ends at step 6, but there are no checkpoints to resume from: put them back, or name another" in line
+        assert listing(tmp_path) == before
+
+    @pytest.mark.parametrize("content", ["a,b\n1,2\n", "step\n", "\0\n", "any\n\udcff"])
+    def test_a_log_of_another_program(self, place: Path, tmp_path: Path, run: Command, content: str) -> None:
+        (tmp_path / "log.csv").write_bytes(content.encode(errors="surrogateescape"))
+        for resume in ((), ("--resume",)):
+            line = run.refusal(*short(place, tmp_path, *resume))
+            assert "log.csv is not a log of this version of mctf finetune: move it, or name another --output" in line
+        assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
+
+    def test_a_recipe_of_the_user(self, place: Path, tmp_path: Path, run: Command) -> None:
+        recipe = tmp_path / "recipe.toml"
+        recipe.write_text("# of mine\nlr = 1e-4\n")
+        line = run.refusal(*short(place, tmp_path, "--config", recipe, "--resume"))
+        assert "recipe.toml holds another recipe and would be overwritten: name another --output" in line
+        assert recipe.read_text() == "# of mine\nlr = 1e-4\n"
+
+    def test_foreign_files_and_a_complete_recipe_stay(
+        self, place: Path, finished: Path, tmp_path: Path, run: Command
+    ) -> None:
+        text = "# of mine\n" + (finished / "recipe.toml").read_text().replace(str(finished), str(tmp_path))
+        (tmp_path / "checkpoints").mkdir()
+        foreign = {"recipe.toml": text, "notes.txt": "a", "checkpoints/x.partial": "b", "checkpoints/step-1.pt": "c"}
+        for name, content in foreign.items():
+            (tmp_path / name).write_text(content)
+        outcome = run("--config", tmp_path / "recipe.toml", "--resume")
+        assert outcome.code == 0, outcome.err
+        after = listing(tmp_path)
+        assert {name: after[name].decode() for name in foreign} == foreign
+
+    def test_a_file_in_place_of_the_checkpoints(self, place: Path, tmp_path: Path, run: Command) -> None:
+        (tmp_path / "checkpoints").write_text("in the way")
+        assert "checkpoints is not a folder: name another --output" in run.refusal(*short(place, tmp_path))
+        assert listing(tmp_path) == {"checkpoints": b"in the way"}
+
+    def test_a_folder_in_use(self, place: Path, finished: Path, run: Command) -> None:
+        before = listing(finished)
+        with lock_folder(finished, doing="trains in", option="--output"):
+            line = run.refusal(*short(place, finished, "--resume"))
+        expected = f"process {os.getpid()} trains in {finished} already: wait for it, or name another --output"
+        assert expected in line
+        assert listing(finished) == before
 
 
 class TestRefuses:

@@ -1,5 +1,8 @@
 """Resuming a run bit for bit, and stopping it: signals, non-finite losses, a full disk."""
 
+import copy
+import hashlib
+import pickle
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +39,40 @@ from mctf.train.signals import StoppedError, StopRequest, catch_signals
 @pytest.fixture(autouse=True)
 def _unrelated_global_seed() -> None:
     torch.manual_seed(12345)  # all randomness of a run follows from its own seed
+
+
+def first_slot(state: dict[str, Any]) -> dict[str, Any]:
+    return next(iter(state["optimizer"]["state"].values()))
+
+
+OTHERS: tuple[Any, ...] = ([1, 2], "text", {})  # in place of the whole state
+CHANGES: dict[str, Any] = {
+    "a list": lambda state: OTHERS[0],
+    "text": lambda state: OTHERS[1],
+    "an empty table": lambda state: OTHERS[2],
+    "no step": lambda state: state.pop("step"),
+    "step as text": lambda state: state.update(step="3"),
+    "negative step": lambda state: state.update(step=-1),
+    "step beyond the end": lambda state: state.update(step=10**9),
+    "recipe as text": lambda state: state.update(recipe="lr"),
+    "no model": lambda state: state.pop("model"),
+    "no average": lambda state: state.pop("model_ema"),
+    "no optimizer": lambda state: state.pop("optimizer"),
+    "no meters": lambda state: state.pop("meters"),
+    "meters of another size": lambda state: state["meters"].update(sums=torch.zeros(99)),
+    "a missing weight": lambda state: state["model"].popitem(),
+    "an additional weight": lambda state: state["model_ema"].update(more=torch.zeros(1)),
+    "a weight of another shape": lambda state: state["model"].update({"head.bias": torch.zeros(7)}),
+    "a weight of another dtype": lambda state: state["model"].update({"head.bias": torch.zeros(4, dtype=torch.int8)}),
+    "a weight as text": lambda state: state["model"].update({"head.bias": "x"}),
+    "no parameter groups": lambda state: state["optimizer"].update(param_groups=[]),
+    "an endless learning rate": lambda state: state["optimizer"]["param_groups"][0].update(lr=float("nan")),
+    "another weight decay": lambda state: state["optimizer"]["param_groups"][0].update(weight_decay="x"),
+    "a moment of another shape": lambda state: first_slot(state).update(exp_avg=torch.zeros(3, 3, 3)),
+    "a missing moment": lambda state: first_slot(state).pop("exp_avg_sq"),
+    "an unknown parameter": lambda state: state["optimizer"]["state"].update({999: first_slot(state)}),
+    "checksums as a list": lambda state: state.update(inputs=[1]),
+}
 
 
 class TestResuming:
@@ -104,6 +141,73 @@ class TestResuming:
         with pytest.raises(MctfError, match=f"the checkpoint belongs to another run .*{message}"):
             trainer.resume()
         assert same(weights_of(trainer), before)
+
+    def test_other_images_are_refused(self, tmp_path: Path) -> None:
+        finish(make_trainer(tmp_path, epochs=1))
+        feed = Stripes()
+        feed.digest = "other"
+        trainer = make_trainer(tmp_path, epochs=1, feed=feed)
+        before = weights_of(trainer)
+        with pytest.raises(MctfError, match=r"another run \(the images are others: checksum .* there, other here"):
+            trainer.resume()
+        assert same(weights_of(trainer), before)
+
+    def test_other_weights_under_the_same_name_are_refused(self, tmp_path: Path) -> None:
+        weights = tmp_path / "weights.pt"
+        weights.write_bytes(b"first")
+        finish(make_trainer(tmp_path / "run", epochs=1, weights=weights))
+        make_trainer(tmp_path / "run", epochs=1, weights=weights).resume()
+        weights.write_bytes(b"other")
+        with pytest.raises(MctfError, match="the weights are others"):
+            make_trainer(tmp_path / "run", epochs=1, weights=weights).resume()
+
+    def test_a_checkpoint_without_checksums_resumes_with_a_note(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path)
+        state = trainer._state.state_dict(3)
+        del state["inputs"]
+        trainer.checkpoints.save(3, state)
+        assert trainer.resume() == ("the checkpoint has no checksum of the images: they are not compared",)
+        assert trainer.step == 3
+
+    @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+    def test_a_checkpoint_with_other_content_is_refused_and_nothing_changes(self, tmp_path: Path, change: Any) -> None:
+        trainer = make_trainer(tmp_path, ema=0.9, epochs=1)
+        finish(trainer)
+        state = trainer._state.state_dict(3)
+        content = copy.deepcopy(state)
+        result = change(content)
+        trainer.checkpoints.save(9, result if any(result is each for each in OTHERS) else content)
+        trainer = make_trainer(tmp_path, ema=0.9, epochs=1)
+        before, average = weights_of(trainer), copy.deepcopy(trainer.ema.module.state_dict())
+        with pytest.raises(MctfError, match=r"start in another folder$") as refused:
+            trainer.resume()
+        assert len(str(refused.value)) < 500
+        assert same(weights_of(trainer), before)
+        assert same(trainer.ema.module.state_dict(), average)
+        assert (trainer.step, trainer.optimizer.state_dict()["state"]) == (0, {})
+
+    @pytest.mark.parametrize("content", [b"", b"text", pickle.dumps(print), pickle.dumps(Path("x"))])
+    def test_a_right_checksum_of_foreign_content_is_refused_and_no_code_runs(
+        self, tmp_path: Path, content: bytes
+    ) -> None:
+        folder = tmp_path / "checkpoints"
+        folder.mkdir()
+        digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        (folder / f"step-00000003-{digest}.pt").write_bytes(content)
+        trainer = make_trainer(tmp_path)
+        with pytest.raises(MctfError, match=r"\.pt is not a checkpoint of mctf finetune: remove it, or start"):
+            trainer.resume()
+
+    def test_a_pickle_that_runs_code_is_not_run(self, tmp_path: Path) -> None:
+        class Evil:
+            def __reduce__(self) -> Any:
+                return Path.touch, (tmp_path / "ran",)
+
+        trainer = make_trainer(tmp_path)
+        trainer.checkpoints.save(3, {"step": 3, "model": Evil()})
+        with pytest.raises(MctfError, match="is not a checkpoint of mctf finetune"):
+            trainer.resume()
+        assert not (tmp_path / "ran").exists()
 
     def test_another_number_of_processes_is_refused(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path)

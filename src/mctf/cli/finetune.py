@@ -89,13 +89,16 @@ def command(
 def _finetune(recipe: Recipe, *, resume: bool, bar: bool | None, as_json: bool) -> None:
     import torch
 
-    from ..distributed import init_distributed
+    from .._locks import lock_folder
+    from ..distributed import init_distributed, on_main
     from ..evaluation.environment import pick_device
     from ..train.build import start_run
 
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    with init_distributed(pick_device(recipe.device)) as distributed:
+    with init_distributed(pick_device(recipe.device)) as distributed, ExitStack() as held:
+        lock = lock_folder(recipe.output, doing="trains in", option="--output")
+        on_main(distributed, lambda: held.enter_context(lock))
         echo = click.echo if distributed.is_main and not as_json else say_nothing
         show_bar = bar if distributed.is_main else False
         with _start_bars(recipe.model, show_bar) as on_decoding:
@@ -104,8 +107,8 @@ def _finetune(recipe: Recipe, *, resume: bool, bar: bool | None, as_json: bool) 
             echo(line)
         signal = _train(trainer, show_bar, echo)
         evaluation = None if signal else _finalize(trainer, show_bar, echo)
-    if distributed.is_main and not signal:
-        _report(trainer, evaluation, as_json)
+        if distributed.is_main and not signal:
+            _report(trainer, evaluation, as_json)
     if signal:
         sys.exit(128 + signal)  # the shell's convention for a process that a signal ended
 
@@ -186,6 +189,7 @@ def _summary(trainer: "Trainer") -> str:
 def _report(trainer: "Trainer", evaluation: "Evaluation | None", as_json: bool) -> None:
     """The evaluation, if any, as JSON beside the weights and as a table; with --json, one object on stdout."""
     from ..evaluation.environment import command_line, commit, describe_device, versions
+    from ..train.finalize import EVALUATION_FILE
 
     recipe = trainer.recipe
     facts = {
@@ -203,7 +207,7 @@ def _report(trainer: "Trainer", evaluation: "Evaluation | None", as_json: bool) 
         "notes": [] if evaluation is None else list(evaluation.notes),
         "rows": [] if evaluation is None else [asdict(row) for row in evaluation.rows],
     }
-    give_json(facts, file=None if evaluation is None else recipe.output / "evaluation.json", as_json=as_json)
+    give_json(facts, file=None if evaluation is None else recipe.output / EVALUATION_FILE, as_json=as_json)
     if evaluation is not None and not as_json:
         from .tables import print_rows
 

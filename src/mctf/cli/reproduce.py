@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._utils import plural
+from .._utils import file_digest, plural
 from ..errors import MctfError
 from .options import (
     FILE,
@@ -99,6 +99,7 @@ def command(
     if (model is None) != (data is None):
         raise MctfError("MODEL and --data belong together: give both, or neither to count costs alone")
 
+    from .._locks import lock_folder
     from ..evaluation.setup import RunOptions
     from ..reproduce.runner import choose, experiments
     from ..reproduce.write import check_dependencies
@@ -109,10 +110,12 @@ def command(
         raise MctfError(f"{', '.join(need_images)} cannot be measured without images: give MODEL and --data")
     check_dependencies()
     limit = min(options.pop("limit") or sys.maxsize, _QUICK_IMAGES if quick else sys.maxsize)
+    lock = lock_folder(out, doing="measures in", option="--out")
     if model is None or data is None:
-        report = _run(out, requested, None, {}, quick=quick, again=again, progress=options["progress"])
+        with lock:
+            report = _run(out, requested, None, {}, quick=quick, again=again, progress=options["progress"])
     else:
-        with open_run(RunOptions(model=model, data=data, limit=limit, **options)) as opened:
+        with lock, open_run(RunOptions(model=model, data=data, limit=limit, **options)) as opened:
             subject, conditions = _subject(opened, quick=quick)
             report = _run(out, requested, subject, conditions, quick=quick, again=again, progress=options["progress"])
         skipped = opened.batches.skipped
@@ -166,8 +169,10 @@ def _subject(opened: "EvalRun", *, quick: bool) -> tuple["Subject", "Conditions"
         "model": settings.model,
         "weights": "pretrained" if settings.weights is None else settings.weights.name,
         "weights_bytes": None if settings.weights is None else settings.weights.stat().st_size,
+        "weights_checksum": None if settings.weights is None else file_digest(settings.weights),
         "data": ",".join(Path(part.strip()).name for part in str(settings.data).split(",")),
         "images": len(opened.dataset),
+        "images_checksum": opened.dataset.digest(),
         "image_size": list(opened.preprocessing.image_size),
         "crop_pct": opened.preprocessing.crop_pct,
         "classes": opened.dataset.targets is not None,

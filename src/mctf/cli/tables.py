@@ -1,6 +1,5 @@
 """Results as tables on stdout, at most as wide as the terminal, or 120 columns in a pipe."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ from ..core.schedule import ReductionSpec
 from ..evaluation.benchmark import Measurement
 from ..evaluation.compare import Comparison
 from ..evaluation.evaluate import Row
+from .output import echo, width
 
-_PIPE_WIDTH = 120
 _HEADINGS = ("method", "r", "top-1 %", "top-5 %", "agree %", "KL", "cosine", "GFLOPs", "images/s")
 _TIMINGS = ("contender", "ms", "spread", "images/s", "speed-up", "GFLOPs", "peak MiB", "error")
 _OVER_MATMUL = "over matmul"
@@ -82,9 +81,7 @@ def print_benchmark(results: Sequence[Measurement], *, title: str, notes: Sequen
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, notes: Sequence[str]) -> None:
     """The title, a table of the columns that fit, and the notes, all within the width of the terminal."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _PIPE_WIDTH
+    console = Console(highlight=False, markup=False, emoji=False, width=width())
     shown, left_out = list(headings), []
     for heading in _OPTIONAL:
         if console.measure(_table(headings, rows, shown)).maximum <= console.width:
@@ -92,12 +89,12 @@ def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, n
         if heading in shown:
             shown.remove(heading)
             left_out.append(heading)
-    console.print(title)
+    echo(title)
     console.print(_table(headings, rows, shown))
     if left_out:
         notes = [*notes, f"left out, as the terminal is narrow: {', '.join(left_out)}; --json has all columns"]
     for note in notes:
-        console.print(note)
+        echo(note)
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[str]) -> Table:

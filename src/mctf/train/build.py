@@ -1,5 +1,6 @@
 """From a recipe to a run: model, images, teachers, optimizer, objective; from the first step or a checkpoint."""
 
+import os
 import shlex
 import warnings
 from pathlib import Path
@@ -12,22 +13,24 @@ from torch import nn
 from .._utils import atomic_write, plural
 from ..api import fuse, fused_stack
 from ..data import Feed, FeedOptions, Preprocessing, Progress, make_feed, open_dataset
-from ..distributed import DistributedContext, broadcast_object
+from ..distributed import DistributedContext, on_main
 from ..errors import MctfError
 from ..methods._layers import UntrainedWarning
 from ..models.loading import create, load_model
 from .checkpoint import Checkpoints
 from .compile import compile_blocks
-from .config import Recipe
+from .config import Recipe, read_recipe, read_toml
 from .consistency import Consistency
 from .engine import OnStep, Trainer
-from .logging import Logs, check_tensorboard
+from .finalize import EVALUATION_FILE, RAW_WEIGHTS_FILE, WEIGHTS_FILE
+from .logging import LOG_FILE, Logs, check_tensorboard, logged_steps
 from .objective import Objective
 from .optimizer import LRSchedule, Steps, make_optimizer
 from .signals import catch_signals
 from .teachers import Distillation, OriginalModel, Teacher
 
 RECIPE_FILE = "recipe.toml"
+_RECIPE_HEADING = "# written by mctf finetune"
 
 
 def start_run(
@@ -40,28 +43,78 @@ def start_run(
     """A run that is ready to train, and notes for the user. It has written its recipe into its folder.
 
     resume: continue from the last checkpoint in the recipe's folder, or start where there is none, so that one command
-    under torchrun survives restarts. Without it, a folder with checkpoints is refused.
+    under torchrun survives restarts. Without it, a folder with a run is refused.
     """
     check_tensorboard()
-    recipe_file = recipe.as_toml().encode()
-    occupied = broadcast_object(bool(Checkpoints(recipe.output / "checkpoints").paths()))
-    if occupied and not resume:
-        raise MctfError(f"{recipe.output} holds a run already: add --resume to continue it, or name another --output")
+    recipe_file = f"{_RECIPE_HEADING}\n{recipe.as_toml()}".encode()
+    on_main(distributed, lambda: check_run_folder(recipe, resume=resume))
     trainer = build_trainer(recipe, distributed, on_decoding=on_decoding)
     notes = [f"{trainer.feed.note}, {plural(trainer.feed.num_classes, 'class', 'classes')}"]
     if resume:
         notes += trainer.resume()
     if trainer.step:
         notes.append(f"continues after step {trainer.step} of {trainer.steps.total}")
-    if distributed.is_main:
+
+    def write_recipe() -> None:
+        _check_log(trainer)
         try:
             recipe.output.mkdir(parents=True, exist_ok=True)
         except OSError as failure:
             raise MctfError(
                 f"{recipe.output} cannot be created ({failure.strerror}): choose another --output"
             ) from None
-        atomic_write(recipe.output / RECIPE_FILE, recipe_file, sync=True)
+        if not _holds_recipe(recipe.output / RECIPE_FILE, recipe):
+            atomic_write(recipe.output / RECIPE_FILE, recipe_file, sync=True)
+
+    on_main(distributed, write_recipe)
     return trainer, notes
+
+
+def check_run_folder(recipe: Recipe, *, resume: bool) -> None:
+    """Raise MctfError where the run would overwrite another one, or files of another program."""
+    folder = recipe.output
+    if os.path.lexists(folder / "checkpoints") and not (folder / "checkpoints").is_dir():
+        raise MctfError(f"{folder / 'checkpoints'} is not a folder: name another --output")
+    checkpoints = Checkpoints(folder / "checkpoints").paths()
+    logged = logged_steps(folder / LOG_FILE)
+    results = [name for name in (WEIGHTS_FILE, RAW_WEIGHTS_FILE, EVALUATION_FILE) if os.path.lexists(folder / name)]
+    if not resume and (checkpoints or (logged and not results)):
+        raise MctfError(f"{folder} holds a run already: add --resume to continue it, or name another --output")
+    if results and not resume:
+        raise MctfError(f"{folder} holds a finished run already ({results[0]}): name another --output")
+    if results and not checkpoints:
+        raise MctfError(
+            f"{folder} holds a finished run ({results[0]}) without checkpoints, so nothing is left to resume: "
+            "name another --output"
+        )
+    path = folder / RECIPE_FILE
+    if os.path.lexists(path) and not checkpoints and not _holds_recipe(path, recipe):
+        try:
+            ours = path.is_file() and path.read_bytes().startswith(_RECIPE_HEADING.encode())
+        except OSError:
+            ours = False
+        if not ours:
+            raise MctfError(f"{path} holds another recipe and would be overwritten: name another --output")
+
+
+def _holds_recipe(path: Path, recipe: Recipe) -> bool:
+    """Whether a file holds exactly this recipe."""
+    try:
+        return read_recipe(read_toml(path)) == recipe
+    except MctfError:
+        return False
+
+
+def _check_log(trainer: Trainer) -> None:
+    """Raise MctfError where the log tells of steps after the first checkpoint, but there is no checkpoint."""
+    recipe = trainer.recipe
+    first_save = min(recipe.save_epochs * trainer.steps.per_epoch, recipe.save_steps or trainer.steps.total)
+    logged = logged_steps(recipe.output / LOG_FILE)
+    if trainer.step == 0 and logged > min(first_save, trainer.steps.total):
+        raise MctfError(
+            f"the log in {recipe.output} ends at step {logged}, but there are no checkpoints to resume from: "
+            "put them back, or name another --output"
+        )
 
 
 def train(trainer: Trainer, on_step: OnStep) -> None:

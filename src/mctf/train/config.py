@@ -5,14 +5,15 @@ refused with all of them at once, before anything is loaded.
 """
 
 import json
-import math
+import reprlib
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._utils import optional_import, parse_image_size
+from .._utils import first_line, optional_import, parse_image_size, plural
 from ..core.schedule import FAST_RATIO, ReductionSpec, parse_blocks, parse_r
 from ..errors import MctfError, did_you_mean
 
@@ -41,25 +42,27 @@ def optional(parser: Parser) -> Parser:
     return Parser(parser.metavar, lambda value: None if value is None else parser.parse(value), parser.complete)
 
 
-def integer(low: int) -> Parser:
+def integer(low: int, high: int = 10**9) -> Parser:
     def parse(value: Any) -> int:
         number = _number(value)
         if not isinstance(number, int) or number < low:
             raise MctfError(f"expected a whole number, {low} or more")
+        if number > high:
+            raise MctfError(f"expected a whole number, at most {high}")
         return number
 
     return Parser("INTEGER", parse)
 
 
-def real(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> Parser:
+def real(low: float, high: float = sys.float_info.max, *, above: bool = False, below: bool = False) -> Parser:
     """A finite number from `low` to `high`; above: without `low` itself; below: without `high` itself."""
     limits = f"above {low:g}" if above else f"{low:g} or more"
-    if high < math.inf:
+    if high < sys.float_info.max:
         limits += f", below {high:g}" if below else f", at most {high:g}"
 
     def parse(value: Any) -> float:
         number = _number(value)
-        if number is None or not low <= number <= high or not math.isfinite(number):
+        if number is None or not low <= number <= high:  # as nan is not
             raise MctfError(f"expected a number {limits}")
         if (above and number == low) or (below and number == high):
             raise MctfError(f"expected a number {limits}")
@@ -91,7 +94,7 @@ def choice(*names: str) -> Parser:
 
 
 def _parse_text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value.strip():
         raise MctfError("expected a name")
     return value
 
@@ -110,7 +113,11 @@ def _parse_path(value: Any) -> Path:
 
 def _parse_existing(value: Any) -> Path:
     path = _parse_path(value)
-    if not path.exists():
+    try:
+        found = path.exists()
+    except (OSError, ValueError) as failure:  # a name that is too long, or holds a null character
+        raise MctfError(f"it cannot be a path ({getattr(failure, 'strerror', None) or failure})") from None
+    if not found:
         raise MctfError("there is no such file or folder")
     return path
 
@@ -146,6 +153,14 @@ block_list = Parser("I,J,…", parse_blocks, complete=True)
 size = Parser("SIZE", parse_image_size, complete=True)
 table = Parser("TABLE", _parse_table)
 fraction = real(0, 1)
+rate = real(0, 1000)  # of learning
+positive_rate = real(0, 1000, above=True)
+
+_MAX_EPOCHS = 1_000_000
+_MAX_BYTES = 1_000_000  # of a recipe file
+_MAX_PROBLEMS = 10  # that one message lists
+_shown = reprlib.Repr()  # shortens the values in messages
+_shown.maxstring = _shown.maxother = _shown.maxlong = 100
 
 
 def option(default: Any, parser: Parser, help_text: str, *, affects_weights: bool = True) -> Any:
@@ -199,28 +214,28 @@ class Recipe:
         optional(choice("consistency", "cross-entropy")),
         "The loss; consistency by default, cross-entropy for methods with a loss of their own.",
     )
-    consistency: float = option(1.0, real(0), "Weight (lambda) of the MSE between class tokens.")
+    consistency: float = option(1.0, real(0, 1e6), "Weight (lambda) of the MSE between class tokens.")
     confidence: float = option(0.4, fraction, "The MSE covers images whose true class has a higher probability.")
     lighter_r: int | None = option(None, optional(integer(0)), "r' is drawn from 0 to this; from 0 to r by default.")
     smoothing: float = option(0.1, fraction, "Label smoothing.")
     teacher: str | None = option(None, optional(text), "A model to distill from.")
     teacher_weights: Path | None = option(None, optional(existing), "Its weights; pretrained ones by default.")
     teaching: float = option(0.5, fraction, "Weight of the distillation loss; the labels have the rest.")
-    temperature: float = option(2.0, real(0, above=True), "Temperature of the distillation.")
+    temperature: float = option(2.0, positive_rate, "Temperature of the distillation.")
 
-    epochs: int = option(30, integer(1), "Epochs of the cosine schedule, warm-up included.")
-    warmup_epochs: int = option(0, integer(0), "Epochs of linear learning-rate warm-up.")
-    cooldown_epochs: int = option(0, integer(0), "Epochs at the lowest learning rate after the cosine.")
-    lr: float = option(3e-5, real(0, above=True), "Peak learning rate.")
-    layers_lr: float = option(1e-3, real(0, above=True), "Peak learning rate of the layers of a learned method.")
-    min_lr: float = option(1e-6, real(0), "Lowest learning rate.")
-    warmup_lr: float = option(1e-6, real(0), "Learning rate at the start of the warm-up.")
-    weight_decay: float = option(0.05, real(0), "Weight decay of AdamW.")
+    epochs: int = option(30, integer(1, _MAX_EPOCHS), "Epochs of the cosine schedule, warm-up included.")
+    warmup_epochs: int = option(0, integer(0, _MAX_EPOCHS), "Epochs of linear learning-rate warm-up.")
+    cooldown_epochs: int = option(0, integer(0, _MAX_EPOCHS), "Epochs at the lowest learning rate after the cosine.")
+    lr: float = option(3e-5, positive_rate, "Peak learning rate.")
+    layers_lr: float = option(1e-3, positive_rate, "Peak learning rate of the layers of a learned method.")
+    min_lr: float = option(1e-6, rate, "Lowest learning rate.")
+    warmup_lr: float = option(1e-6, rate, "Learning rate at the start of the warm-up.")
+    weight_decay: float = option(0.05, rate, "Weight decay of AdamW.")
     layer_decay: float | None = option(None, optional(real(0, 1, above=True)), "Layer-wise learning-rate decay.")
     clip: float | None = option(None, optional(real(0, above=True)), "Clip the gradient to this norm.")
     accumulate: int = option(1, integer(1), "Gradient accumulation: batches per optimizer step.")
     ema: float | None = option(None, optional(fraction), "Decay of the moving average of the weights, as 0.9998.")
-    seed: int = option(0, integer(0), "Seed of all randomness.")
+    seed: int = option(0, integer(0, 2**63 - 1), "Seed of all randomness.")
 
     dtype: str = option("float32", choice("float32", "bfloat16"), "bfloat16: mixed precision by autocast.")
     compile: bool = option(False, flag, "Compile the blocks with torch.compile.")
@@ -280,7 +295,7 @@ class Recipe:
                 object.__setattr__(self, each.name, parser.parse(value))
                 _plain(getattr(self, each.name))
             except MctfError as error:
-                yield str(error) if parser.complete else f"{each.name} = {value!r}: {error}"
+                yield str(error) if parser.complete else f"{each.name} = {_shown.repr(value)}: {error}"
 
     def _contradictions(self, method: "Method | None") -> Iterator[str]:
         """Cross-field validation."""
@@ -294,6 +309,8 @@ class Recipe:
             yield "color_jitter is part of the random augmentation: choose augmentation = weak or strong"
         if self.warmup_epochs >= self.epochs and self.warmup_epochs:
             yield f"warmup_epochs = {self.warmup_epochs} takes all of epochs = {self.epochs}: shorten the warm-up"
+        if not self.layers_lr / self.lr < sys.float_info.max:
+            yield f"lr = {self.lr:g} is too far below layers_lr = {self.layers_lr:g}: raise it"
         if self.min_lr > self.lr:
             yield f"min_lr = {self.min_lr:g} is above lr = {self.lr:g}: lower it"
         amounts = self.r if isinstance(self.r, tuple) else (FAST_RATIO if self.r == "fast" else self.r,)
@@ -349,28 +366,52 @@ def read_recipe(values: Mapping[str, Any]) -> Recipe:
     """A recipe from values by name; raises MctfError with all that is wrong, unknown names included."""
     values = {OLD_NAMES.get(name, name): value for name, value in values.items()}
     names = [each.name for each in fields(Recipe)]
-    problems = [f"there is no option {name}: {did_you_mean(name, names)}" for name in values if name not in names]
+    problems = [
+        f"there is no option {name if len(name) < 50 else _shown.repr(name)}: {_closest(name, names)}"
+        for name in values
+        if name not in names
+    ]
     try:
         recipe = Recipe(**{name: value for name, value in values.items() if name in names})
     except MctfError as error:
         problems.append(str(error))
+    except RecursionError:
+        problems.append("its tables are nested too deeply")
     _refuse(problems)
     return recipe
+
+
+def _closest(word: str, names: list[str]) -> str:
+    """The closest name for an error message; there are too many to list."""
+    suggestion = did_you_mean(word[:50], names)
+    return suggestion if suggestion.startswith("did you mean") else "mctf finetune --help lists all options"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The values in a TOML file; hyphens in names count as underscores."""
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device may never end
+            kind = "folder" if path.is_dir() else "pipe or device"
+            raise MctfError(f"{path} is a {kind}: give a TOML file of options")
         with path.open("rb") as file:
-            values = tomllib.load(file)
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise MctfError(f"{path} is no recipe, it has more than {_MAX_BYTES:,} bytes: give a TOML file of options")
+        values = tomllib.loads(content.decode())
     except OSError as error:
         raise MctfError(f"{path} cannot be read ({error.strerror}): give a TOML file of options") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise MctfError(f"{path} is not a TOML file ({error}): write lines as batch = 128") from None
+    except RecursionError:
+        raise MctfError(f"{path} is nested too deeply: write lines as batch = 128") from None
+    except MctfError:
+        raise
+    except ValueError as error:  # of TOML or UTF-8, a number of too many digits, a path with a null character
+        raise MctfError(f"{path} is not a TOML file ({first_line(error):.100}): write lines as batch = 128") from None
     return {name.replace("-", "_"): value for name, value in values.items()}
 
 
 def _refuse(problems: list[str]) -> None:
+    if len(problems) > _MAX_PROBLEMS:
+        problems = [*problems[:_MAX_PROBLEMS], f"and {plural(len(problems) - _MAX_PROBLEMS, 'more problem')}"]
     if problems:
         raise MctfError("; ".join(problems))
 
@@ -388,4 +429,6 @@ def _plain(value: Any) -> Any:
             value.encode()
         except UnicodeEncodeError:
             raise MctfError("expected text in UTF-8, as recipe.toml is: rename it") from None
+        if "\0" in value:
+            raise MctfError("expected text without null characters")
     return value

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from .._utils import first_line
+from .._utils import file_digest, first_line
 from ..core.schedule import Amount
 from ..data.feed import Feed
 from ..data.sampler import generator_for, seed_of
-from ..distributed import DistributedContext, all_gather_object, broadcast_object
+from ..distributed import DistributedContext, all_gather_object, on_main
 from ..errors import MctfError
 from .checkpoint import Checkpoints, RunState, read_checkpoint
 from .config import Recipe
@@ -68,17 +68,19 @@ class Trainer:
             optimizer=self.optimizer,
             ema=self.ema,
             meters=self._meters,
+            inputs={"images": self.feed.digest, **_file_digests(self.recipe)},
         )
         self._module: nn.Module = self.objective
         if self.distributed.is_distributed:
             self._module = DistributedDataParallel(self.objective)
 
     def resume(self) -> tuple[str, ...]:
-        """Load the newest intact checkpoint, if there is any; returns one warning per damaged one."""
-        path, damaged = broadcast_object(self.checkpoints.newest() if self.distributed.is_main else None)
+        """Load the newest intact checkpoint, if there is any; returns notes, one per damaged one among them."""
+        path, notes = on_main(self.distributed, self.checkpoints.newest)
         if path is not None:
-            self.step = self._state.load_state_dict(read_checkpoint(path))
-        return damaged
+            self.step, more = self._state.load_state_dict(read_checkpoint(path))
+            notes += more
+        return notes
 
     def run(self, stop: StopRequest, logs: Logs | None = None, on_step: OnStep = lambda step, record: None) -> None:
         """All remaining steps. logs: on rank 0 only.
@@ -192,3 +194,9 @@ class Trainer:
         except (OSError, RuntimeError) as failure:
             saved = f"its images cannot be saved ({first_line(failure)})"
         return f"the loss or its gradient is not finite in step {step}; {saved}: lower lr, or clip the gradient"
+
+
+def _file_digests(recipe: Recipe) -> dict[str, str]:
+    """Checksums of the files with weights that a run starts from, by what they are."""
+    files = {"weights": recipe.weights, "weights of the teacher": recipe.teacher_weights}
+    return {name: file_digest(path) for name, path in files.items() if path is not None}

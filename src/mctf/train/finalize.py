@@ -1,20 +1,23 @@
 """The results of a run: weights for `mctf eval --weights`, and their evaluation at several r."""
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from safetensors.torch import save
 from torch import nn
 
-from .._utils import atomic_write
+from .._utils import atomic_file
 from ..api import find_stack, unfuse
 from ..data import Batch, EvalLoader, Preprocessing, open_dataset
+from ..errors import MctfError
 from ..evaluation.evaluate import Evaluation, Setting, evaluate
 from ..methods._layers import full_state_dict, split_state_dict, stash_layers
 from .engine import Trainer
 
 WEIGHTS_FILE = "model.safetensors"
 RAW_WEIGHTS_FILE = "model-raw.safetensors"  # the weights of the last step, where the result is their average
+EVALUATION_FILE = "evaluation.json"
 
 OnBatches = Callable[[Iterable[Batch], int], Iterable[Batch]]
 
@@ -42,8 +45,16 @@ def write_weights(trainer: Trainer) -> Path:
         models = {WEIGHTS_FILE: trainer.ema.module, RAW_WEIGHTS_FILE: trainer.model}
     for name, model in models.items():
         tensors = {key: value.detach().cpu().contiguous() for key, value in full_state_dict(model).items()}
-        atomic_write(trainer.recipe.output / name, save(tensors, metadata), sync=True)
+        _write(trainer.recipe.output / name, save(tensors, metadata))
     return trainer.recipe.output / WEIGHTS_FILE
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        with atomic_file(path.with_name(f".{path.name}.{os.getpid()}"), lambda: path, sync=True) as file:
+            file.write(content)
+    except OSError as failure:
+        raise MctfError(f"{path} cannot be written ({failure.strerror}): make room, then --resume") from None
 
 
 def evaluate_final(

@@ -2,7 +2,10 @@
 
 import csv
 import io
+import os
+import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from torch import Tensor
 from .._utils import atomic_write, optional_import
 from ..errors import MctfError
 from .consistency import Losses
+
+LOG_FILE = "log.csv"
 
 
 @dataclass(frozen=True)
@@ -46,47 +51,103 @@ class Logs:
 
     def __init__(self, folder: Path, *, done: int = 0) -> None:
         check_tensorboard()
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._path = folder / "log.csv"
+        self._path = folder / LOG_FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _truncate(self._path, done)
             self._file = self._path.open("a", newline="", encoding="utf-8")
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
+            self._events = _Events(folder / "tensorboard", resumed_after=done)
         except OSError as failure:
             raise MctfError(f"{folder} cannot be written to ({failure.strerror}): choose another --output") from None
         self._lines = csv.writer(self._file)
         if self._file.tell() == 0:
-            self._lines.writerow(each.name for each in fields(Record))
+            self._lines.writerow(_COLUMNS)
 
     def write(self, record: Record) -> None:
+        path: Path = self._path
         try:
             self._lines.writerow(asdict(record).values())
             self._file.flush()
+            path = self._events.path
+            self._events.write(record)
         except OSError as failure:
-            raise MctfError(f"{self._path} cannot be written ({failure.strerror}): make room, then --resume") from None
-        for name, value in asdict(record).items():
-            if name != "step" and value is not None:
-                self._board.add_scalar(f"train/{name}", value, record.step)
+            raise MctfError(f"{path} cannot be written ({failure.strerror}): make room, then --resume") from None
+
+    def close(self) -> None:
+        for file in (self._file, self._events):
+            with suppress(OSError):  # a failed write was reported before
+                file.close()
+
+
+class _Events:
+    """TensorBoard's events, written at once: the thread of its own writer reports a full disk by a traceback."""
+
+    def __init__(self, folder: Path, *, resumed_after: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)  # TensorBoard reads files in the order of their names
+        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{nanoseconds:09d}"
+        self.path = folder / name
+        self._file = self.path.open("wb")
+        self._records = RecordWriter(self._file)
+        self._add(file_version="brain.Event:2")
+        if resumed_after:  # TensorBoard drops the events from this step on, which are written again
+            self._add(step=resumed_after + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, record: Record) -> None:
+        values = {name: value for name, value in asdict(record).items() if name != "step" and value is not None}
+        scalars = [self._summary.Value(tag=f"train/{name}", simple_value=value) for name, value in values.items()]
+        self._add(step=record.step, summary=self._summary(value=scalars))
+        self._file.flush()
+
+    def _add(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
 
     def close(self) -> None:
         self._file.close()
-        self._board.close()
+
+
+def logged_steps(path: Path) -> int:
+    """The last step in a log, 0 where there is none; raises MctfError for a file that is not a log of finetune."""
+    return max((int(row[0]) for row in _read(path)), default=0)
+
+
+def _read(path: Path) -> list[list[str]]:
+    """The complete lines of a log, without its heading."""
+    if not os.path.lexists(path):
+        return []
+    refusal = MctfError(f"{path} is not a log of this version of mctf finetune: move it, or name another --output")
+    if not path.is_file():
+        raise refusal
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            complete, newline, _ = file.read().rpartition("\n")
+        header, *rows = list(csv.reader(io.StringIO(complete + newline, newline=""))) or [_COLUMNS]
+        rows = [row for row in rows if len(row) == len(_COLUMNS) and int(row[0]) >= 0]
+    except (ValueError, csv.Error):
+        raise refusal from None
+    except OSError as failure:
+        raise MctfError(f"{path} cannot be read ({failure.strerror}): name another --output") from None
+    if header != _COLUMNS:
+        raise refusal
+    return rows
 
 
 def _truncate(path: Path, step: int) -> None:
     """Drop the lines of later steps, which will be run again, and an incomplete last line."""
     if not path.exists():
         return
-    with path.open(newline="", encoding="utf-8") as file:
-        header, *rows = list(csv.reader(file)) or [[]]
-    kept = [row for row in rows if len(row) == len(header) and int(row[0]) <= step]
+    kept = [row for row in _read(path) if int(row[0]) <= step]
     text = io.StringIO(newline="")
-    csv.writer(text).writerows([header, *kept] if header else [])
+    csv.writer(text).writerows([_COLUMNS, *kept])
     atomic_write(path, text.getvalue().encode())
 
 
+_COLUMNS = [each.name for each in fields(Record)]
 _TERMS = tuple(each.name for each in fields(Losses))
 
 

@@ -1,5 +1,8 @@
 """AdamW and its learning-rate schedule, from timm's parts."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +60,18 @@ class Steps:
         return self.per_epoch * self.epochs
 
 
+@contextmanager
+def _silenced(logger: str) -> Iterator[None]:
+    """A logger without warnings."""
+    library = logging.getLogger(logger)
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(level)
+
+
 class LRSchedule:
     """The learning rate of every step: linear warm-up, half a cosine, constant cooldown.
 
@@ -65,14 +80,15 @@ class LRSchedule:
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, *, per_epoch: int) -> None:
         self.optimizer = optimizer
-        self._timm = CosineLRScheduler(
-            optimizer,
-            t_initial=recipe.epochs * per_epoch,
-            lr_min=recipe.min_lr,
-            warmup_t=recipe.warmup_epochs * per_epoch,
-            warmup_lr_init=recipe.warmup_lr,
-            t_in_epochs=False,
-        )
+        with _silenced("timm.scheduler.cosine_lr"):  # a run of one step has no cosine, and needs none
+            self._timm = CosineLRScheduler(
+                optimizer,
+                t_initial=recipe.epochs * per_epoch,
+                lr_min=recipe.min_lr,
+                warmup_t=recipe.warmup_epochs * per_epoch,
+                warmup_lr_init=recipe.warmup_lr,
+                t_in_epochs=False,
+            )
 
     def set(self, step: int) -> float:
         """Set the learning rate of this step, counted from 0; returns that of the model's last layer."""
