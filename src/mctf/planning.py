@@ -10,6 +10,7 @@ from torch import nn
 from ._utils import format_blocks, format_counts, parse_image_size
 from .core.flops import Cost
 from .core.schedule import Amount, Reduction, ReductionSpec, make_schedule, read_blocks, reductions
+from .errors import MctfError, shown
 from .hosts import Architecture, find_host
 from .methods import make_method
 from .methods._layers import split_state_dict
@@ -75,9 +76,15 @@ class Plan:
         return {name: getattr(self, name) for name in ("model", "method", "r", "token_counts", *costs, "notes")}
 
     def __str__(self) -> str:
-        rows = [f"{self.model}, {self.method} r={self.r}", "block  tokens in  fused  tokens out  GFLOPs"]
-        for index, (step, cost) in enumerate(zip(self.reductions, self.block_gflops, strict=True)):
-            rows.append(f"{index:5d}{step.tokens:11d}{step.num_reduced:7d}{step.num_remaining:12d}{cost:8.3f}")
+        headings = ["block", "tokens in", "fused", "tokens out", "GFLOPs"]
+        cells = [
+            [str(index), str(step.tokens), str(step.num_reduced), str(step.num_remaining), f"{cost:.3f}"]
+            for index, (step, cost) in enumerate(zip(self.reductions, self.block_gflops, strict=True))
+        ]
+        widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+        rows = [f"{self.model}, {self.method} r={self.r}"]
+        for row in (headings, *cells):
+            rows.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
         change = f"{self.saved:.0%} saved" if self.saved >= 0 else f"{-self.saved:.0%} more"
         rows.append(f"{self.gflops:.2f} GFLOPs of {self.gflops_base:.2f} ({change})")
         if self.learned_parameters:
@@ -108,7 +115,10 @@ def plan(
     module = create_empty(model, image_size=size) if isinstance(model, str) else model
     host = find_host(module)
     chosen = chosen.resolve(class_token=host.class_token)
-    architecture = host.architecture(size) if architecture is None else architecture
+    if architecture is None:
+        architecture = host.architecture(size)
+    elif not isinstance(architecture, Architecture):
+        raise MctfError(f"architecture={shown(architecture)} is no Architecture: leave it out")
     depth = len(architecture.blocks)
     r = chosen.default_r if r is None else r
     schedule = make_schedule(r, depth=depth, blocks=read_blocks(blocks), default_blocks=chosen.default_blocks(depth))

@@ -210,7 +210,10 @@ class FusedStack(nn.Module):
             amount=amount,
         )
         block = self.host.ops(self.block_modules()[index], arguments, state.positions)
-        return self.method.run(block, x, state.sizes, ctx)
+        output = self.method.run(block, x, state.sizes, ctx)
+        if not isinstance(output, BlockOutput):
+            raise MctfError(f"`run` of {self.method.name} returns {type(output).__name__}: return a BlockOutput")
+        return output
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:

@@ -7,13 +7,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
 from .api import fused_stack
 from .core.assignment import Assignment
-from .errors import MctfError
+from .errors import MctfError, shown
 from .methods.base import BlockOutput
 
 
@@ -43,12 +44,18 @@ class Trace:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._blocks: dict[int, BlockTrace] = {}
+        self._other_threads = False  # whether the model ran in any
 
     def __repr__(self) -> str:
         return f"Trace(token_counts={self.token_counts if self._blocks else []})"
 
     @property
     def blocks(self) -> list[BlockTrace]:
+        if not self._blocks and self._other_threads:
+            raise MctfError(
+                "the model ran in another thread than `mctf.trace`, which records its own thread alone: open the trace "
+                "in the thread that runs the model"
+            )
         if not self._blocks:
             raise MctfError("nothing was traced yet: run the fused model inside `with mctf.trace(model) as trace:`")
         return [self._blocks[index] for index in sorted(self._blocks)]
@@ -81,6 +88,8 @@ class Trace:
     def unpool(self, features: Tensor, block: int = -1) -> Tensor:
         """One feature per input token, from one per token after the given block: B M … -> B N …."""
         composed = self._composed(block)
+        if not isinstance(features, Tensor):
+            raise MctfError(f"features must be a tensor, images x tokens x …, not {shown(features)}")
         if features.shape[:2] != (composed.slots.shape[0], composed.count):
             expected = (composed.slots.shape[0], composed.count)
             raise MctfError(f"features must start with {expected} (images, tokens), not {tuple(features.shape[:2])}")
@@ -96,14 +105,16 @@ class Trace:
     def _until(self, block: int) -> list[BlockTrace]:
         """All blocks up to the given one."""
         blocks = self.blocks
-        if not -len(blocks) <= block < len(blocks):
-            raise MctfError(f"block {block} was not traced: there are blocks 0 to {len(blocks) - 1}")
-        return blocks[: block % len(blocks) + 1]
+        number = isinstance(block, Integral) and not isinstance(block, bool)
+        if not number or not -len(blocks) <= block < len(blocks):
+            raise MctfError(f"block {shown(block)} was not traced: there are blocks 0 to {len(blocks) - 1}")
+        return blocks[: int(block) % len(blocks) + 1]
 
     @torch.compiler.disable
     def record(self, index: int, x: Tensor, output: BlockOutput) -> None:
         """Called by the stack after each block; passes of other threads are ignored."""
         if threading.get_ident() != self._thread:
+            self._other_threads = True
             return
         if index == 0:
             self._blocks.clear()

@@ -4,8 +4,10 @@ A case is counted by the property `cases`: pairs of a group and a number, as in 
 """
 
 import os
+import re
 import shlex
 import shutil
+import signal
 import stat
 import warnings
 from collections import Counter
@@ -20,6 +22,8 @@ from helpers.images import write_folder, zip_folder
 from mctf.models.loading import load_model
 
 Files = dict[str, str]  # paths by the names that commands of the tables put into braces
+_NAME = re.compile(r"\{([\w.]+)\}")
+_SECONDS = 25
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +37,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     zip_folder(images, folder / "images.zip")
     state = load_model("embedded").state_dict()
     torch.save(state, folder / "weights.pt")
-    torch.save({name: value * float("nan") for name, value in state.items()}, folder / "nan.pt")
+    torch.save(
+        {name: value * torch.nan if value.is_floating_point() else value for name, value in state.items()},
+        folder / "nan.pt",
+    )
     torch.save({"state_dict": [1, 2, 3]}, folder / "list.pt")
     for name in ("empty_folder", "class_folders/a", "class_folders/b"):
         (folder / name).mkdir(parents=True)
@@ -57,6 +64,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
         except OSError:  # not root
             continue
     return {path.name: str(path) for path in folder.iterdir()} | {"files": str(folder), "null": "/dev/null"}
+
+
+@pytest.fixture(autouse=True)
+def _no_hang(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A case that takes longer than this hangs."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"still running after {_SECONDS} s")
+
+    if request.node.get_closest_marker("slow"):
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(_SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.fixture
@@ -83,7 +107,7 @@ def command(
                 pytest.skip("device nodes can be made by root alone")
         with warnings.catch_warnings():  # as in a process of its own, where every warning is shown
             warnings.resetwarnings()
-            return run(*(word.format_map(files) for word in shlex.split(line)))
+            return run(*(_NAME.sub(lambda name: files[name[1]], word) for word in shlex.split(line)))
 
     yield call
     assert _listing(Path(files["files"])) == before, "an input file was changed"

@@ -17,10 +17,11 @@ from mctf.evaluation.benchmark import (
     LABELS,
     BenchmarkConfig,
     Measurement,
+    inconclusive,
     make_contenders,
     verdicts,
 )
-from mctf.evaluation.timing import UNSTABLE, timed
+from mctf.evaluation.timing import timed
 from mctf.hosts import patch_embed
 from mctf.hosts.patch_embed import MatmulPatchEmbed
 
@@ -143,10 +144,22 @@ class TestVerdicts:
         assert "waits for the host: mctf_exact; --compile --mode reduce-overhead" in verdicts(results)[-1]
         assert "launch-bound" not in "".join(verdicts([busy, replace(waiting, launch_milliseconds=2.0)]))
 
-    def test_unstable_rounds_are_reported(self) -> None:
+    def test_nothing_is_concluded_on_a_busy_machine(self) -> None:
         stable = [measurement(BASELINE, 10, 1.0), measurement("tome", 6, 1.67)]
-        assert UNSTABLE not in verdicts(stable)
-        assert verdicts([stable[0], replace(stable[1], spread=0.3)])[-1] == UNSTABLE
+        assert inconclusive(stable) is None
+        (line,) = verdicts([stable[0], replace(stable[1], spread=0.3)])
+        assert line.startswith("the machine is busy (timings of one model differ by 30% between rounds)")
+
+    def test_an_upper_bound_below_the_baseline_means_a_busy_machine(self) -> None:
+        baseline, tome = measurement(BASELINE, 290, 1.0), measurement("tome", 2900, 0.1)
+        slow = replace(measurement(FREE_DROP, 1533, 0.19), spread=0.002, gflops=baseline.gflops / 2)
+        (line,) = verdicts([baseline, tome, slow])
+        assert "0.19x the baseline's speed, though it only saves work" in line
+        assert "nothing can be concluded" in line
+        small_r = replace(slow, gflops=baseline.gflops * 0.99)
+        launch_bound = replace(slow, launch_milliseconds=slow.milliseconds)
+        for legitimate in (small_r, launch_bound):
+            assert "tome r=16 does not pay here" in verdicts([baseline, tome, legitimate])[0]
 
 
 def test_only_some_modes_use_cuda_graphs() -> None:

@@ -85,7 +85,8 @@ def main() -> None:
         code = 0
     except Exception as error:
         code = _report(error)
-    sys.exit(code or 0)
+    if code:
+        sys.exit(code)
 
 
 def _report(error: Exception) -> int:
@@ -121,8 +122,9 @@ def _discard_stdout() -> None:
 
 def _say(text: str) -> None:
     """One line on stderr, without control characters."""
-    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in " ".join(text.split()))
-    click.echo(f"mctf: {line}", err=True)
+    from ..errors import one_line
+
+    click.echo(f"mctf: {one_line(' '.join(text.split()))}", err=True)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any) -> None:

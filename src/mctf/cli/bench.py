@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import MctfError
+from ..errors import MctfError, is_out_of_memory
 from .options import (
     NAMES,
     REDUCTIONS,
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ..core.schedule import ReductionSpec
     from ..evaluation.benchmark import BenchmarkConfig, Measurement
 
+_LARGEST_BATCH = 10**9
+
 
 def parse_batches(text: str) -> list[int]:
     """Positive whole numbers between commas."""
@@ -33,8 +35,8 @@ def parse_batches(text: str) -> list[int]:
         batches = [int(part) for part in text.split(",")]
     except ValueError:
         batches = []
-    if not batches or min(batches) < 1:
-        raise MctfError(f"--batch {text!r} is not a list of positive numbers: write 1,8,64")
+    if not batches or min(batches) < 1 or max(batches) > _LARGEST_BATCH:
+        raise MctfError(f"--batch {text!r} is not a list of positive numbers up to {_LARGEST_BATCH:,}: write 1,8,64")
     return batches
 
 
@@ -107,14 +109,18 @@ def command(
 
     import torch
 
-    from ..evaluation.benchmark import BenchmarkConfig, verdicts
+    from ..evaluation.benchmark import BenchmarkConfig, inconclusive, verdicts
     from ..evaluation.environment import command_line, commit, describe_device, pick_device, set_threads, versions
     from ..hosts import find_host
     from ..methods import make_method
-    from ..models.loading import create
+    from ..models.loading import create, create_empty
 
-    for name in methods:  # before models are built
+    if not methods:
+        raise MctfError("there is nothing to time: name at least one method (--method mctf)")
+    for name in methods:
         make_method(name, {})
+    for name in models:  # refused before the first of them is timed
+        find_host(create_empty(name, image_size=image_size))
     set_threads(threads)
     device, precision = pick_device(device_name), getattr(torch, dtype)
     tables: list[dict[str, Any]] = []
@@ -136,7 +142,9 @@ def command(
             title = f"{name}, r={r}, batch {batch}, {size[0]}x{size[1]}, {where}, {dtype}"
             title += ", forward and backward" if training else ""
             rows = _run(model, config, title)
-            tables.append({"title": title, "rows": rows, "notes": verdicts(rows)})
+            tables.append(
+                {"title": title, "rows": rows, "conclusive": inconclusive(rows) is None, "notes": verdicts(rows)}
+            )
     facts = {
         "command": command_line(),
         "device": describe_device(device),
@@ -157,12 +165,12 @@ def command(
 
 
 def _run(model: Any, config: "BenchmarkConfig", title: str) -> tuple["Measurement", ...]:
-    import torch
-
     from ..evaluation.benchmark import benchmark
 
     with progress(title, total=len(config.methods) + config.rounds + 4) as tick:
         try:
             return benchmark(model, config, tick=tick)
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             raise MctfError(f"too little memory for a batch of {config.batch}: lower --batch") from None

@@ -8,7 +8,7 @@ import click
 
 from .._utils import plural
 from .options import FILE, device_option, json_option, method_option, reduction_option
-from .output import check_folder, give_json, say_nothing
+from .output import check_folder, echo, give_json, say_nothing
 from .progress import Command, progress
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ Examples:
 @click.option("--weights", type=FILE, help="Weights file; pretrained or random weights by default.")
 @reduction_option("fast")
 @method_option
-@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Batch size when timing.")
+@click.option("--batch", type=click.IntRange(1, 4096), default=8, show_default=True, help="Batch size when timing.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Rounds of timing.")
 @device_option
 @click.option(
@@ -75,7 +75,7 @@ def command(
     with progress(f"loading {model}"):
         loaded, source = load_or_random(model, weights=weights)
         demonstration = Demonstration.of(loaded, files, method=method, r=r, device=device)
-    show = say_nothing if as_json else click.echo
+    show = say_nothing if as_json else echo
     show(f"{demonstration.plan}\n\n{_weights_text(source, classes=demonstration.classes)}")
 
     with progress("timing", WARMUP + rounds) as advance:
@@ -117,7 +117,7 @@ def _weights_text(source: str, *, classes: int) -> str:
 
 
 def _speed_text(speed: "Speed") -> str:
-    from ..evaluation.timing import MAX_SPREAD, UNSTABLE
+    from ..evaluation.timing import why_inconclusive
 
     lines = [
         f"speed: {speed.fused_images_per_second:.1f} images/s fused, {speed.baseline_images_per_second:.1f} baseline: "
@@ -125,8 +125,9 @@ def _speed_text(speed: "Speed") -> str:
         f"  medians over {plural(speed.rounds, 'interleaved round')}, relative spread {speed.spread:.0%},",
         f"  batch {speed.batch}, {speed.dtype}, {speed.device}",
     ]
-    if speed.spread > MAX_SPREAD:
-        lines.append(f"  {UNSTABLE}")
+    busy = why_inconclusive(spread=speed.spread, upper_bound=speed.upper_bound)
+    if busy is not None:
+        lines.append(f"  {busy}")
     elif speed.speedup < _MIN_SPEEDUP:
         lines.append("  fusing does not pay here: matching costs what the shorter sequence saves;")
         lines.append("  try -r fast (fewer blocks), a larger model, larger images or a larger --batch")

@@ -68,7 +68,7 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
             raise MctfError(f"--option {pair!r} is no NAME=VALUE: write --option pooling=size")
         try:
             options[name] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):  # no TOML, a number of too many digits, deep nesting
             options[name] = value
     return options
 
@@ -109,7 +109,9 @@ classes_option: Decorator = click.option("--classes", type=FILE, help="TSV of in
 crop_option: Decorator = click.option(
     "--crop-pct", type=FiniteRange(0.1, 1), help="Share of the shorter side in the crop."
 )
-batch_size_option: Decorator = click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
+batch_size_option: Decorator = click.option(
+    "--batch-size", type=click.IntRange(1, 10**9), metavar="INTEGER", default=32, show_default=True
+)
 limit_option: Decorator = click.option(
     "--limit", type=click.IntRange(1), help="Use only this many images, evenly spaced."
 )

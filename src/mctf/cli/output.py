@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import click
 from .. import _utils
 from .._utils import atomic_write, check_target
 from ..errors import MctfError
+
+_PIPE_WIDTH = 120
 
 
 def check_outputs(*paths: Path | None, inputs: Iterable[str | Path | None] = ()) -> None:
@@ -39,6 +43,27 @@ def check_folder(folder: Path, option: str, *, inputs: Iterable[str | None] = ()
     for source in inputs:
         if source is not None and Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve()):
             raise MctfError(f"{folder} lies among the images of {source}: name another folder with {option}")
+
+
+def width() -> int:
+    """Columns of the terminal, as COLUMNS says where it is set; 120 in a pipe."""
+    return shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
+
+
+def echo(text: object) -> None:
+    """Print lines, wrapped between words at the width of the terminal; continued lines are indented."""
+    for line in str(text).split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        wrapped = textwrap.wrap(
+            line,
+            width(),
+            subsequent_indent=indent,
+            replace_whitespace=False,
+            drop_whitespace=True,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        click.echo("\n".join(wrapped))
 
 
 def write_text(path: Path, text: str) -> None:

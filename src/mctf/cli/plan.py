@@ -14,6 +14,7 @@ from .options import (
     parse_options,
     reduction_option,
 )
+from .output import echo
 from .progress import Command
 
 if TYPE_CHECKING:
@@ -54,4 +55,7 @@ def command(
     from ..planning import plan
 
     result = plan(model, r=r, method=method, blocks=blocks, image_size=image_size, **parse_options(pairs))
-    click.echo(json.dumps(result.as_dict(), indent=2) if as_json else str(result))
+    if as_json:
+        click.echo(json.dumps(result.as_dict(), indent=2))
+    else:
+        echo(result)

@@ -1,6 +1,5 @@
 """Results as tables on stdout, at most as wide as the terminal, or 120 columns in a pipe."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,33 +9,25 @@ from rich.table import Table
 
 from .._utils import plural
 from ..core.schedule import ReductionSpec
+from ..errors import one_line
 from ..evaluation.benchmark import Measurement
 from ..evaluation.compare import Comparison
 from ..evaluation.evaluate import Row
+from .output import echo, width
 
-_PIPE_WIDTH = 120
 _HEADINGS = ("method", "r", "top-1 %", "top-5 %", "agree %", "KL", "cosine", "GFLOPs", "images/s")
 _TIMINGS = ("contender", "ms", "spread", "images/s", "speed-up", "GFLOPs", "peak MiB", "error")
 _OVER_MATMUL = "over matmul"
 _MEAN = "*: r differs between blocks; this is the mean over the blocks that reduce, and --json lists them"
 _TEXT_COLUMNS = ("method", "contender", "remark")
-_OPTIONAL = (
-    "images/s",
-    "peak MiB",
-    "target",
-    "cosine",
-    "error",
-    "top-5 %",
-    "remark",
-    "spread",
-    "GFLOPs",
-)  # least first
+# Columns that a narrow terminal does without, the first ones first.
+_OPTIONAL = ("peak MiB", "target", "remark", "cosine", "error", "images/s", "top-5 %", "spread", "GFLOPs")
 
 
 def run_title(facts: dict[str, Any]) -> str:
     """The line above a table, from the facts of an `EvalRun`."""
     images = plural(facts["images"], "image")
-    return f"{facts['model']} on {images} of {facts['data']}, {facts['device']}, {facts['dtype']}"
+    return f"{facts['model']} on {images} of {one_line(facts['data'])}, {facts['device']}, {facts['dtype']}"
 
 
 def print_rows(rows: Sequence[Row], *, title: str, notes: Sequence[str]) -> None:
@@ -82,22 +73,21 @@ def print_benchmark(results: Sequence[Measurement], *, title: str, notes: Sequen
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, notes: Sequence[str]) -> None:
     """The title, a table of the columns that fit, and the notes, all within the width of the terminal."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _PIPE_WIDTH
+    console = Console(highlight=False, markup=False, emoji=False, width=width())
+    unbounded = Console(width=10_000)  # a console measures nothing wider than itself
     shown, left_out = list(headings), []
     for heading in _OPTIONAL:
-        if console.measure(_table(headings, rows, shown)).maximum <= console.width:
+        if unbounded.measure(_table(headings, rows, shown)).maximum <= console.width:
             break
         if heading in shown:
             shown.remove(heading)
             left_out.append(heading)
-    console.print(title)
+    echo(title)
     console.print(_table(headings, rows, shown))
     if left_out:
         notes = [*notes, f"left out, as the terminal is narrow: {', '.join(left_out)}; --json has all columns"]
     for note in notes:
-        console.print(note)
+        echo(note)
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[str]) -> Table:

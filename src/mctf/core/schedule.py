@@ -3,14 +3,18 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from numbers import Integral, Real
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from ..errors import MctfError, did_you_mean
+from ..errors import MctfError, did_you_mean, shown
 
 Amount = int | float  # tokens to remove in one block: a count, or below 1 a ratio of the unprotected tokens
+T = TypeVar("T")
 ReductionSpec = Amount | Sequence[Amount] | str
 
+_MOST_BLOCKS = 10_000
+_MOST_TOKENS = 2**31 - 1
 FAST_RATIO = 0.35  # the authors' "Fast" preset: this ratio at a quarter, half and three quarters of the depth
 
 
@@ -38,10 +42,10 @@ def parse_blocks(value: object) -> tuple[int, ...]:
     """Block numbers from "3,6,9" or a list; raises MctfError for anything else."""
     parts = value.split(",") if isinstance(value, str) else value
     if isinstance(parts, Iterable):
-        numbers = [_parse_word(part) for part in parts]
+        numbers = [_parse_word(part) for part in _take(parts)]
         if numbers and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
             return tuple(numbers)  # type: ignore[arg-type]
-    raise MctfError(f"blocks {value!r} is not a list of block numbers: write 3,6,9")
+    raise MctfError(f"blocks {shown(value)} is not a list of block numbers: write 3,6,9")
 
 
 def _parse_word(word: object) -> object:
@@ -57,9 +61,23 @@ def _parse_word(word: object) -> object:
 
 def read_blocks(blocks: Iterable[int] | None) -> tuple[int, ...] | None:
     """The user's choice of blocks as a tuple: an iterator could be read only once."""
-    if isinstance(blocks, str) or (blocks is not None and not isinstance(blocks, Iterable)):
-        raise MctfError(f"blocks={blocks!r} is not a list of block numbers: write blocks=[{blocks}]")
-    return None if blocks is None else tuple(blocks)
+    if blocks is None:
+        return None
+    if isinstance(blocks, str) or not isinstance(blocks, Iterable):
+        word = blocks if isinstance(blocks, str) else shown(blocks)
+        raise MctfError(f"blocks={shown(blocks)} is not a list of block numbers: write blocks=[{word[:80]}]")
+    return _take(blocks)
+
+
+def _take(blocks: Iterable[T]) -> tuple[T, ...]:
+    """All entries of an iterable that need not end; raises MctfError where it is too long or fails."""
+    try:
+        taken = tuple(islice(blocks, _MOST_BLOCKS + 1))
+    except Exception:  # a tensor without axes, or another's iterator
+        raise MctfError(f"blocks {shown(blocks)} is not a list of block numbers: write 3,6,9") from None
+    if len(taken) > _MOST_BLOCKS:
+        raise MctfError(f"blocks names more than {_MOST_BLOCKS:,} blocks: list each block once")
+    return taken
 
 
 def make_schedule(
@@ -71,7 +89,7 @@ def make_schedule(
             raise MctfError(_preset_error(r))
         chosen = fast_blocks(depth) if blocks is None else _check_blocks(blocks, depth)
         return tuple(FAST_RATIO if block in chosen else 0 for block in range(depth))
-    if isinstance(r, Sequence):
+    if isinstance(r, Sequence) and not isinstance(r, (bytes, bytearray, memoryview)):
         if blocks is not None:
             raise MctfError(
                 "r is a list with one entry per block: leave out blocks= and write 0 where nothing is fused"
@@ -88,20 +106,27 @@ def _preset_error(r: str) -> str:
     try:
         float(r)
     except ValueError:
-        return f"r={r!r} is not a preset: {did_you_mean(r, ['fast'])}"
-    return f"r={r!r} is text: write r={r.strip()}, without quotes"
+        return f"r={shown(r)} is not a preset: {did_you_mean(r, ['fast'])}"
+    return f"r={shown(r)} is text: write r={r.strip()[:80]}, without quotes"
 
 
 def _check_amount(amount: object) -> Amount:
     if isinstance(amount, bool) or not isinstance(amount, Real):
-        raise MctfError(f"r must be a number, a list of numbers or 'fast', not {amount!r}")
+        raise MctfError(f"r must be a number, a list of numbers or 'fast', not {shown(amount)}")
     if isinstance(amount, Integral):
         if amount < 0:
-            raise MctfError(f"r={amount} is negative: give the number of tokens to remove per block, 0 for none")
+            raise MctfError(f"r={shown(amount)} is negative: give the number of tokens to remove per block, 0 for none")
+        if int(amount) > _MOST_TOKENS:
+            raise MctfError(f"r={shown(amount)} is more tokens than a model can have: write 16 or 0.35")
         return int(amount)
-    value = float(amount)
+    try:
+        value = float(amount)
+    except OverflowError:  # a fraction of large numbers
+        value = math.inf
     if not 0 <= value < 1:
-        raise MctfError(f"r={amount!r} is neither a whole number of tokens nor a ratio in [0, 1): write 16 or 0.35")
+        raise MctfError(
+            f"r={shown(amount)} is neither a whole number of tokens nor a ratio in [0, 1): write 16 or 0.35"
+        )
     return value
 
 
@@ -109,7 +134,7 @@ def _check_blocks(blocks: Iterable[int], depth: int) -> tuple[int, ...]:
     chosen: list[int] = []
     for block in blocks:
         if isinstance(block, bool) or not isinstance(block, Integral) or not -depth <= block < depth:
-            raise MctfError(f"blocks names {block!r}, but the model has blocks 0 to {depth - 1}")
+            raise MctfError(f"blocks names {shown(block)}, but the model has blocks 0 to {depth - 1}")
         chosen.append(int(block) % depth)
     return tuple(chosen)
 

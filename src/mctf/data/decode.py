@@ -111,7 +111,7 @@ def decode_image(
         with _decoding:
             image = content if isinstance(content, Image.Image) else _open(content, limits)
             limits.check_size(*image.size)
-            return _to_rgb(ImageOps.exif_transpose(image) if upright else image)
+            return _to_rgb(ImageOps.exif_transpose(image) if upright else image, image.format)
     except UnreadableError as error:
         reason, cure = str(error), error.cure
     except UnidentifiedImageError:
@@ -179,7 +179,7 @@ def _open(content: bytes, limits: ReadLimits) -> Image.Image:
         raise UnreadableError(f"it has more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels", _SHRINK) from None
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image, form: str | None) -> Image.Image:
     mode = image.mode
     if mode in _CONVERTIBLE:
         return image.convert("RGB")
@@ -190,7 +190,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     values = np.asarray(image).astype(np.int64)
     low, high = int(values.min()), int(values.max())
     # a TIFF of 32 bits has no known range: 255 may be white
-    if low < 0 or high > 0xFFFF or (mode == "I" and image.format == "TIFF" and 0 < high <= 0xFF):
+    if low < 0 or high > 0xFFFF or (mode == "I" and form == "TIFF" and 0 < high <= 0xFF):
         raise UnreadableError(f"its pixels are integers from {low} to {high}", "convert it to 8 or 16 bits")
     return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
 

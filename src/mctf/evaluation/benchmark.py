@@ -35,7 +35,7 @@ from ..kernels import disable_kernels
 from ..methods import make_method
 from ..models.loading import copy_sharing_weights
 from ..planning import plan
-from .timing import MAX_SPREAD, UNSTABLE, Timing, synchronize, time_interleaved
+from .timing import Timing, synchronize, time_interleaved, why_inconclusive
 
 BASELINE, BASELINE_MATMUL = "baseline", "baseline_matmul"
 FREE_DROP, FREE_DROP_CONV = "free_drop", "free_drop_conv"
@@ -47,6 +47,7 @@ LABELS = {
 _REDUCED_PRECISION = (torch.bfloat16, torch.float16)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 _CHECKED_IMAGES = 4
+_SAVING_SHOWS = 0.1  # share of the FLOPs
 _LAUNCH_BOUND = 0.9  # share of a pass spent launching above which the device waits for the host
 
 
@@ -107,7 +108,13 @@ class Measurement:
 
 
 def verdicts(results: Sequence[Measurement]) -> list[str]:
-    """Per method its speed-up over both baselines and its distance to the upper bound; then what limits trust in it."""
+    """Per method its speed-up over both baselines and its distance to the upper bound, and what limits it.
+
+    One line alone where the timings are those of a busy machine.
+    """
+    busy = inconclusive(results)
+    if busy is not None:
+        return [busy]
     upper_bound = next((each for each in results if each.name == FREE_DROP), None)
     fused = [each for each in results if each.is_fused]
     lines = []
@@ -133,9 +140,21 @@ def verdicts(results: Sequence[Measurement]) -> list[str]:
             f"launch-bound, the GPU waits for the host: {', '.join(bound)}; "
             "--compile --mode reduce-overhead, or a larger batch, shows what the GPU gains"
         )
-    if any(each.spread > MAX_SPREAD for each in results):
-        lines.append(UNSTABLE)
     return lines
+
+
+def inconclusive(results: Sequence[Measurement]) -> str | None:
+    """Why nothing can be concluded from a benchmark; None where it can.
+
+    The upper bound counts where it saves work that shows: neither with a small r nor where the host is too slow.
+    """
+    named = {each.name: each for each in results}
+    baseline, upper_bound = named.get(BASELINE), named.get(FREE_DROP)
+    speedup = None
+    if baseline is not None and upper_bound is not None and not upper_bound.launch_bound:
+        saved = 1 - upper_bound.gflops / baseline.gflops
+        speedup = upper_bound.speedup if saved > _SAVING_SHOWS else None
+    return why_inconclusive(spread=max(each.spread for each in results), upper_bound=speedup)
 
 
 def benchmark(

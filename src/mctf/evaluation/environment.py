@@ -13,6 +13,8 @@ import torch
 from .._utils import first_line, plural
 from ..errors import MctfError
 
+_REASON = 160  # characters of an exception's text in a message
+
 
 def pick_device(name: str | None) -> torch.device:
     """The device of this name, tested with a small tensor; without a name the accelerator, else the CPU."""
@@ -22,7 +24,8 @@ def pick_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()  # fails for "meta", which holds no numbers, as for absent devices
     except (RuntimeError, AssertionError, NotImplementedError) as failure:
-        raise MctfError(f"device {name!r} cannot be used ({first_line(failure)}): write cpu or cuda") from None
+        reason = first_line(failure).split(". ")[0][:_REASON]  # torch adds paragraphs
+        raise MctfError(f"device {name!r} cannot be used ({reason}): write cpu or cuda") from None
     return device
 
 

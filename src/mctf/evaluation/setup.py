@@ -15,7 +15,7 @@ from torch import Tensor
 from .._utils import plural
 from ..data import EvalLoader, ImageDataset, OnCorrupt, Preprocessing, ReadLimits, open_dataset
 from ..distributed import DistributedContext, init_distributed
-from ..errors import MctfError
+from ..errors import MctfError, is_out_of_memory
 from ..models.loading import load_model
 from .environment import command_line, describe_device, pick_device, set_threads, versions
 
@@ -113,7 +113,9 @@ def open_run(options: RunOptions) -> Iterator[EvalRun]:
         )
         try:
             yield EvalRun(options, model, dataset, preprocessing, batches, distributed)
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             raise MctfError(
                 f"{device} has too little memory for batches of {options.batch_size}: lower --batch-size"
             ) from None

@@ -15,7 +15,7 @@ import torch
 from ..errors import MctfError
 
 MAX_SPREAD = 0.25  # a larger relative spread means that other processes disturbed the rounds
-UNSTABLE = "timings vary too much to be trusted: another process uses the machine"
+_MIN_UPPER_BOUND = 0.97  # two runs of the same model differ by as much
 
 T = TypeVar("T")
 
@@ -41,6 +41,21 @@ class Timing:
     def speedup_over(self, other: "Timing") -> float:
         """Median over rounds of other / self, both measured in the same rounds."""
         return median(theirs / ours for ours, theirs in zip(self.seconds, other.seconds, strict=True))
+
+
+def why_inconclusive(*, spread: float, upper_bound: float | None) -> str | None:
+    """Why timings mean nothing, as those of a busy machine, in one sentence; None where they can be trusted.
+
+    spread: the largest of the timings. upper_bound: the speed-up of the free-drop upper bound, which does less work
+    than the baseline and nothing else, so that it cannot be slower; None where it does not apply.
+    """
+    if upper_bound is not None and upper_bound < _MIN_UPPER_BOUND:
+        cause = f"the free-drop upper bound has {upper_bound:.2f}x the baseline's speed, though it only saves work"
+    elif spread > MAX_SPREAD:
+        cause = f"timings of one model differ by {spread:.0%} between rounds"
+    else:
+        return None
+    return f"the machine is busy ({cause}): nothing can be concluded; stop other programs and measure again"
 
 
 def time_interleaved(

@@ -8,9 +8,10 @@ from importlib import import_module
 
 from torch import nn
 
+from .._utils import first_line
 from ..core.flops import BlockShape
 from ..core.positions import TokenPositions
-from ..errors import MctfError
+from ..errors import MctfError, shown
 from ..methods.base import BlockOps
 from ..stack import FusedStack
 from ._inspect import check_model, check_whole, count_on_meta, linear_slice, macs_per_token
@@ -58,9 +59,9 @@ def register_host(model_class: type[nn.Module], host: HostFactory) -> None:
         same class; a later registration replaces an earlier one.
     """
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
-        raise MctfError(f"expected a class of models, a subclass of torch.nn.Module, got {model_class!r}")
+        raise MctfError(f"expected a class of models, a subclass of torch.nn.Module, got {shown(model_class)}")
     if not callable(host):
-        raise MctfError(f"expected a function or class that takes a model and returns its host, got {host!r}")
+        raise MctfError(f"expected a function or class that takes a model and returns its host, got {shown(host)}")
     _REGISTERED[model_class] = host
 
 
@@ -71,16 +72,47 @@ def find_host(model: nn.Module) -> Host:
     if factory is None:
         supported = (name for name, module in model.named_modules() if _factory_of(module) is not None)
         raise MctfError(explain_refusal(model, inside=next(supported, None)))
-    return factory(model)
+    try:
+        return factory(model)
+    except (AttributeError, TypeError) as failure:  # a part is gone or was replaced
+        raise MctfError(
+            f"{type(model).__name__} lacks parts that its class has ({first_line(failure)}): pass the model as its "
+            "library creates it"
+        ) from None
 
 
 def _factory_of(module: nn.Module) -> HostFactory | None:
     for cls in type(module).__mro__:
         if cls in _REGISTERED:
-            return _REGISTERED[cls]
+            return _registered_host(cls)
         if (cls.__module__, cls.__name__) in _HOSTS:
             return _own_host(*_HOSTS[cls.__module__, cls.__name__])
     return _own_host("hf", "HFVision") if holds_tower(module) else None
+
+
+def _registered_host(cls: type[nn.Module]) -> HostFactory:
+    """The user's host for a class; raises MctfError that names it where it fails or gives something else."""
+    factory = _REGISTERED[cls]
+
+    def make(model: nn.Module) -> Host:
+        try:
+            host = factory(model)
+        except MctfError:
+            raise
+        except Exception as failure:
+            kind = type(failure).__name__
+            raise MctfError(
+                f"the host registered for {cls.__name__}, {shown(factory)}, fails ({kind}: {first_line(failure)}): "
+                "register one that takes the model"
+            ) from failure
+        if not isinstance(host, Host):
+            raise MctfError(
+                f"the host registered for {cls.__name__}, {shown(factory)}, gives {shown(host)}: register one that "
+                "returns a mctf.hosts.Host"
+            )
+        return host
+
+    return make
 
 
 def _own_host(file: str, name: str) -> HostFactory:

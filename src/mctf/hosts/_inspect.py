@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.flops import NORM
-from ..errors import MctfError
+from ..errors import MctfError, shown
 
 BATCH_NORM = 2  # fvcore's cost per element, in evaluation
 
@@ -22,7 +22,7 @@ def check_model(model: object) -> None:
         return
     cure = "pass the model itself"
     if isinstance(model, str):
-        cure = f"create the model first, for example by timm.create_model({model!r})"
+        cure = f"create the model first, for example by timm.create_model({shown(model)})"
     raise MctfError(f"expected a torch.nn.Module, got {type(model).__name__}: {cure}")
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from ..core.assignment import Assignment
 from ..core.selection import keep_topk
-from ..errors import MctfError, did_you_mean
+from ..errors import MctfError, did_you_mean, shown
 from .a_vit import AViT
 from .ats import ATS
 from .base import BlockContext, BlockOps, BlockOutput, Method
@@ -46,9 +46,11 @@ def register_method(cls: type[Method]) -> type[Method]:
     options. `mctf.fuse`, `plan`, `trace`, pictures and every command then take its name.
     """
     if not (isinstance(cls, type) and issubclass(cls, Method)):
-        raise MctfError(f"expected a subclass of mctf.methods.Method, got {cls!r}")
+        raise MctfError(f"expected a subclass of mctf.methods.Method, got {shown(cls)}")
     if not isinstance(getattr(cls, "name", None), str) or not cls.name.isidentifier():
-        raise MctfError(f"{cls.__name__}.name must be a word such as 'my_method', not {getattr(cls, 'name', None)!r}")
+        raise MctfError(
+            f"{cls.__name__}.name must be a word such as 'my_method', not {shown(getattr(cls, 'name', None))}"
+        )
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise MctfError(f"{cls.__name__} lacks {missing}: a method needs at least `run`")
@@ -71,15 +73,17 @@ def make_method(name: str, options: dict[str, object]) -> Method:
     """The method of this name with these options; raises MctfError with a suggestion for unknown words."""
     if not isinstance(name, str):
         amount = isinstance(name, (int, float, list, tuple))
-        cure = f"write r={name!r} if you mean how much to fuse" if amount else f"choose from {', '.join(_REGISTRY)}"
-        raise MctfError(f"method={name!r} is not a method's name: {cure}")
+        cure = (
+            f"write r={shown(name)} if you mean how much to fuse" if amount else f"choose from {', '.join(_REGISTRY)}"
+        )
+        raise MctfError(f"method={shown(name)} is not a method's name: {cure}")
     if name not in _REGISTRY:
-        raise MctfError(f"unknown method {name!r}: {did_you_mean(name, _REGISTRY)}")
+        raise MctfError(f"unknown method {shown(name)}: {did_you_mean(name, _REGISTRY)}")
     cls = _REGISTRY[name]
     option_names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     for option in options:
         if option not in option_names:
-            raise MctfError(f"method {name!r} has no option {option!r}: {did_you_mean(option, option_names)}")
+            raise MctfError(f"method {name!r} has no option {shown(option)}: {did_you_mean(option, option_names)}")
     return cls(**options)
 
 

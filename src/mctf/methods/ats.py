@@ -45,7 +45,7 @@ class ATS(Adaptive):
     min_tokens: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
-        check_whole(1, optional=True, samples=self.samples)
+        check_whole(1, most=1 << 16, optional=True, samples=self.samples)
 
     def resolve(self, *, class_token: bool) -> Self:
         check_class_token(self.name, class_token)

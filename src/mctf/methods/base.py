@@ -14,7 +14,9 @@ from ..core.assignment import Assignment
 from ..core.attention import ReceivedAttention
 from ..core.flops import BlockShape, Cost
 from ..core.schedule import Amount, ReductionSpec, requested_tokens
-from ..errors import MctfError
+from ..errors import MctfError, shown
+
+_MOST = 3e38  # about the largest number of float32, in which kernels take options
 
 
 class BlockOps(Protocol):
@@ -292,25 +294,21 @@ def check_bool(**options: object) -> None:
     """Raise MctfError unless each option is True or False; the text "no" would count as true."""
     for option, value in options.items():
         if not isinstance(value, bool):
-            raise MctfError(f"{option}={value!r} must be True or False")
+            raise MctfError(f"{option}={shown(value)} must be True or False")
 
 
-def check_number(most: float = float("inf"), hint: str = "", **options: object) -> None:
+def check_number(most: float = _MOST, hint: str = "", **options: object) -> None:
     """Raise MctfError unless each option is a finite number from 0 to `most`."""
     for option, value in options.items():
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not 0 <= value <= most
-            or value - value != 0
-        ):
-            limit = "0 or above" if most == float("inf") else f"from 0 to {most:g}"
-            raise MctfError(f"{option}={value!r} must be a finite number, {limit}{hint}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+            limit = "0 or above" if most == _MOST else f"from 0 to {most:g}"
+            raise MctfError(f"{option}={shown(value)} must be a finite number, {limit}{hint}")
 
 
-def check_whole(least: int = 0, *, optional: bool = False, **options: object) -> None:
-    """Raise MctfError unless each option is a whole number from `least` on, or None where it is optional."""
+def check_whole(least: int = 0, *, most: int = 2**32 - 1, optional: bool = False, **options: object) -> None:
+    """Raise MctfError unless each option is a whole number from `least` to `most`, or None where it is optional."""
     for option, value in options.items():
-        whole = isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**32
+        whole = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
         if not whole and not (optional and value is None):
-            raise MctfError(f"{option}={value!r} must be a whole number from {least} on" + ", or None" * optional)
+            limit = f"from {least} on" if type(value) is not int or value < least else f"from {least} to {most}"
+            raise MctfError(f"{option}={shown(value)} must be a whole number {limit}" + ", or None" * optional)

@@ -27,7 +27,7 @@ from ..core.attention import TINY, at_least_float32
 from ..core.flops import BlockShape
 from ..core.matching import match_one_way, rank_descending, unit_rows
 from ..core.schedule import Amount, requested_tokens
-from ..errors import MctfError
+from ..errors import MctfError, shown
 from .base import BlockContext, BlockOutput, check_whole
 from .evit import ClassAttentionMethod
 
@@ -66,10 +66,10 @@ class BAT(ClassAttentionMethod):
     def __post_init__(self) -> None:
         for option in ("clusters", "pairs", "lower"):
             value = getattr(self, option)
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
             if not is_count and not (isinstance(value, float) and 0 <= value < 1):
                 raise MctfError(
-                    f"{option}={value!r} is neither a count of tokens nor a ratio in [0, 1): write 8 or 0.1"
+                    f"{option}={shown(value)} is neither a count of tokens nor a ratio in [0, 1): write 8 or 0.1"
                 )
         check_whole(1, neighbours=self.neighbours)
 

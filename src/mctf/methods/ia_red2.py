@@ -142,7 +142,7 @@ class IARED2(Adaptive):
         group = len(policy.decisions) + 1
         learns = ctx.training and self.group in (None, group)
         chance = _SHARPNESS * probability.clamp(*_SURE).logit()
-        kept = chance.detach().sigmoid().bernoulli().bool() if learns else probability > 0.5
+        kept = chance.detach().sigmoid().bernoulli().bool() if learns else ~(probability <= 0.5)  # NaN is kept
         if self.group is not None and group > self.group:
             kept = torch.ones_like(kept)
         patches = present & (torch.arange(x.shape[1], device=x.device) >= ctx.protected)

@@ -23,7 +23,7 @@ from .. import kernels
 from ..core.assignment import Assignment, joint_weights
 from ..core.flops import BlockShape, split_product
 from ..core.matching import Criteria
-from ..errors import MctfError, did_you_mean
+from ..errors import MctfError, did_you_mean, shown
 from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, check_number, run_unfused
 
 _CHOICES = {
@@ -66,8 +66,9 @@ class MCTF(Method):
         check_number(hint=" (0 switches it off)", **taus)
         for option, choices in _CHOICES.items():
             value = getattr(self, option)
-            if value not in choices:
-                raise MctfError(f"{option}={value!r} is unknown: {did_you_mean(str(value), choices)}")
+            if not isinstance(value, str) or value not in choices:
+                word = value if isinstance(value, str) else shown(value)
+                raise MctfError(f"{option}={shown(value)} is unknown: {did_you_mean(word, choices)}")
         check_bool(bidirectional=self.bidirectional, proportional=self.proportional)
         if self.attention == "exact" and self.pooling == "max":
             raise MctfError(
@@ -225,8 +226,7 @@ def _max_pooled_context(full_map: Tensor, values: Tensor, assignment: Assignment
     full_map: B H N N; values: B H M d. The maximum does not commute with the product, so this ablation holds the map.
     """
     batch, heads, tokens, _ = full_map.shape
-    columns = assignment.sum(full_map.permute(0, 3, 1, 2).flatten(2)).view(batch, assignment.count, heads, tokens)
-    rows = assignment.max_pool(columns.permute(0, 3, 2, 1).flatten(2)).view(
-        batch, assignment.count, heads, assignment.count
-    )
+    slots = assignment.count
+    columns = assignment.sum(full_map.permute(0, 3, 1, 2).flatten(2)).view(batch, slots, heads, tokens)
+    rows = assignment.max_pool(columns.permute(0, 3, 2, 1).flatten(2)).view(batch, slots, heads, slots)
     return (rows.transpose(1, 2).to(values.dtype) @ values).transpose(1, 2).flatten(2)

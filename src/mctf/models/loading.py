@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import first_line
-from ..errors import MctfError, did_you_mean, is_out_of_memory
+from ..errors import MctfError, did_you_mean, is_out_of_memory, shown
 from ..methods._layers import split_state_dict, stash_layers
 from .state_dict import check_finite, check_values, convert, fit_state_dict, read_state_dict
 
@@ -67,6 +67,7 @@ def load_model(
     except MctfError:
         raise
     except Exception as failure:  # network, hub and cache errors share no base class
+        create_empty(name, image_size=image_size)  # raises MctfError where it is the image size that does not fit
         raise WeightsUnavailableError(
             f"the pretrained weights of {name} cannot be fetched ({first_line(failure)}): pass a file with --weights"
         ) from None
@@ -87,11 +88,17 @@ def create(name: str, *, image_size: tuple[int, int] | None = None, **options: A
         return timm.create_model(name, **options).eval()
     except TypeError as refusal:
         raise MctfError(f"{name} cannot be created with {options}: {refusal}") from None
-    except Exception as failure:
-        if not is_out_of_memory(failure):
-            raise
+    except MctfError:
+        raise
+    except Exception as failure:  # timm computes with sizes before it checks them
         size = "" if image_size is None else f" for images of {image_size[0]}x{image_size[1]}"
-        raise MctfError(f"{name}{size} does not fit into memory: choose a smaller image size or model") from None
+        if is_out_of_memory(failure):
+            raise MctfError(f"{name}{size} does not fit into memory: choose a smaller image size or model") from None
+        if options.get("pretrained"):
+            raise
+        raise MctfError(
+            f"{name} cannot be created{size} ({first_line(failure)}): choose another image size or name"
+        ) from None
 
 
 def create_empty(name: str, *, image_size: tuple[int, int] | None = None) -> nn.Module:
@@ -110,7 +117,7 @@ def check_name(name: str) -> None:
     """Raise MctfError with the closest name unless timm has a model of this name."""
     if not timm.is_model(name):
         raise MctfError(
-            f"timm has no model {name!r}: {did_you_mean(name, timm.list_models() + timm.list_pretrained())}"
+            f"timm has no model {shown(name)}: {did_you_mean(name, timm.list_models() + timm.list_pretrained())}"
         )
 
 

@@ -134,7 +134,7 @@ class Records:
             return None
         try:
             file = {"form": 1, **json.loads(path.read_text(encoding="utf-8"))}
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             raise self._unreadable(experiment) from None
         if set(file) != {each.name for each in fields(Record)}:
             raise self._unreadable(experiment)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Batch, EvalLoader, Preprocessing
-from ..errors import MctfError
+from ..errors import MctfError, one_line
 from ..evaluation.fidelity import run_model
 from .records import Record, Records, Result
 
@@ -43,7 +43,7 @@ class Subject:
         images = self.batches.dataset.spaced(count)
         names = images.names
         for index, image in images.readable(skip=self.batches.skips):
-            yield names[index], self.batches.transform(image)
+            yield one_line(names[index]), self.batches.transform(image)
 
     def to_model(self, pixels: Tensor) -> Tensor:
         """Pixels on the model's device and in its dtype."""

@@ -85,7 +85,7 @@ def write_report(
     }
     make_folder(folder)
     for name, text in files.items():
-        atomic_write(folder / name, text.encode())
+        atomic_write(folder / name, text.encode(errors="backslashreplace"))  # names of files may be no UTF-8
     return content
 
 

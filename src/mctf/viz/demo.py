@@ -8,6 +8,7 @@ Axes: B images, 3 H W.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,13 @@ def photographs() -> list[Path]:
 class Speed:
     """Median images/s of both models, the speed-up of the fused one, and the conditions.
 
-    spread: the larger of the two, see `Timing`.
+    upper_bound: the speed-up of the free-drop upper bound. spread: the largest, see `Timing`.
     """
 
     baseline_images_per_second: float
     fused_images_per_second: float
     speedup: float
+    upper_bound: float
     spread: float
     rounds: int
     batch: int
@@ -75,10 +77,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """The baseline and the fused model with shared weights, and their inputs: pixels, B 3 H W."""
+    """The baseline, the fused model and the free-drop upper bound with shared weights; their inputs: B 3 H W."""
 
     baseline: nn.Module
     fused: nn.Module
+    free_drop: nn.Module
     plan: Plan
     preprocessing: Preprocessing
     names: tuple[str, ...]
@@ -95,6 +98,7 @@ class Demonstration:
         return cls(
             baseline=model,
             fused=fuse(copy_sharing_weights(model), method, r=r),
+            free_drop=fuse(copy_sharing_weights(model), "free_drop", r=r),
             plan=planned,
             preprocessing=preprocessing,
             names=tuple(path.stem for path in files),
@@ -108,9 +112,10 @@ class Demonstration:
         return getattr(model, "num_classes", 0)
 
     def speed(self, *, batch: int, rounds: int, after_round: Callable[[], object] = lambda: None) -> Speed:
-        """Both models on the same batch of photographs, interleaved."""
+        """All models on the same batch of photographs, interleaved."""
         pixels = self.pixels[torch.arange(batch) % len(self.pixels)]
-        forwards = {"baseline": lambda: self.baseline(pixels), "fused": lambda: self.fused(pixels)}
+        models = {"baseline": self.baseline, "fused": self.fused, "free_drop": self.free_drop}
+        forwards = {name: partial(model, pixels) for name, model in models.items()}
         timings = time_interleaved(
             forwards, device=pixels.device, rounds=rounds, warmup=WARMUP, after_round=after_round
         )
@@ -118,6 +123,7 @@ class Demonstration:
             baseline_images_per_second=batch / timings["baseline"].median,
             fused_images_per_second=batch / timings["fused"].median,
             speedup=timings["fused"].speedup_over(timings["baseline"]),
+            upper_bound=timings["free_drop"].speedup_over(timings["baseline"]),
             spread=max(timing.spread for timing in timings.values()),
             rounds=rounds,
             batch=batch,
