@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -205,8 +206,9 @@ class TestUsedFolders:
         output = place / "finished"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.argv", ["mctf", "finetune", *map(str, short(place, output))])
-            with pytest.raises(SystemExit, match="0"):
+            with suppress(SystemExit):
                 mctf.cli.main()
+        assert (output / "model.safetensors").exists()
         return output
 
     @pytest.mark.parametrize("resume", [(), ("--resume",)])
@@ -271,6 +273,13 @@ class TestUsedFolders:
         (tmp_path / "checkpoints").write_text("in the way")
         assert "checkpoints is not a folder: name another --output" in run.refusal(*short(place, tmp_path))
         assert listing(tmp_path) == {"checkpoints": b"in the way"}
+
+    @pytest.mark.parametrize("name", ["train", "train/run", "val/direction0"])
+    def test_a_folder_of_images(self, place: Path, run: Command, name: str) -> None:
+        before = listing(place)
+        line = run.refusal(*short(place, place / name, "--validation", place / "val"))
+        assert "lies among the images of" in line
+        assert listing(place) == before
 
     def test_a_folder_in_use(self, place: Path, finished: Path, run: Command) -> None:
         before = listing(finished)
