@@ -1,10 +1,12 @@
 """Decoding: limits before the work, color modes, and Pillow's own words kept off the screen."""
 
+import contextlib
 import io
 import logging
 import os
 import socket
 import struct
+import sys
 import threading
 import warnings
 import zlib
@@ -189,6 +191,17 @@ class TestQuiet:
             done.set()
             thread.join()
         assert [str(each.message) for each in caught] == ["other"]
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="found by the files that Linux lists")
+    def test_libtiff(self, capfd: pytest.CaptureFixture[str]) -> None:
+        buffer = io.BytesIO()
+        make_picture(0).convert("1").save(buffer, "TIFF", compression="group4")
+        content = bytearray(buffer.getvalue())
+        start = Image.open(buffer).tag_v2[273][0]  # type: ignore[attr-defined]  # where the pixels are
+        content[start : start + 40] = bytes(range(40))
+        with contextlib.suppress(MctfError):
+            decode(bytes(content))
+        assert capfd.readouterr().err == ""
 
     def test_log_of_pillow(self) -> None:
         """With a handler of its own, Python does not print its errors on stderr."""
