@@ -68,7 +68,7 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
             raise MctfError(f"--option {pair!r} is no NAME=VALUE: write --option pooling=size")
         try:
             options[name] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):  # no TOML, a number of too many digits, deep nesting
             options[name] = value
     return options
 

@@ -56,9 +56,10 @@ class _Reproduce(Command):
 Examples:
   mctf reproduce --table 1,2 --out report
   mctf reproduce deit_tiny_patch16_224 --data val.zip --out report --quick
-  mctf reproduce deit_tiny_patch16_224 --data val.zip --weights tiny.safetensors \\
-      --classes classes.tsv --out report
-  mctf reproduce deit_small_patch16_224 --data imagenet/val --limit 2000 --out report --only criteria,class_token
+  mctf reproduce deit_tiny_patch16_224 --data val.zip \\
+      --weights tiny.safetensors --classes classes.tsv --out report
+  mctf reproduce deit_small_patch16_224 --data imagenet/val \\
+      --limit 2000 --out report --only criteria,class_token
 """,
 )
 @click.argument("model", required=False)
@@ -137,11 +138,14 @@ def _run(
 ) -> dict[str, Any]:
     """Measure what is pending, write the report and return its JSON object."""
     from ..reproduce.records import Records
-    from ..reproduce.runner import Task, arrange, experiments, measure
-    from ..reproduce.write import PICTURES, write_report
+    from ..reproduce.runner import Task, arrange, check_subject, experiments, measure
+    from ..reproduce.write import PICTURES, check_report_folder, write_report
 
+    check_report_folder(out)
     records = Records.at(out, None if subject is None else conditions, experiments())
     work = arrange(experiments(), requested, records, subject=subject, again=again)
+    if subject is not None and any(each.needs_images for each in work.pending):
+        check_subject(subject)
     reused = [each.name for each in requested if each.name in work.finished]
     if reused:
         click.echo(f"measured before: {', '.join(reused)}", err=True)

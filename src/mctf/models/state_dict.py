@@ -4,12 +4,14 @@ A file is what its first bytes say, whatever its name. Everything that a model c
 other kinds of numbers, other layouts, undefined values.
 """
 
+import mmap
 import pickle
 import stat
 import warnings
 import zipfile
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,9 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
                 if head.startswith(_ZIP):
                     capacity = _check_archive(path, size)
                 # trainers store their arguments beside the weights; a Namespace is data, reading it runs nothing
-                with torch.serialization.safe_globals([Namespace]), path.open("rb") as file:
-                    loaded = torch.load(file, map_location="cpu", weights_only=True)  # by a name it trusts the suffix
+                # a file, as by a name torch trusts the suffix
+                with torch.serialization.safe_globals([Namespace]), _opened(path, head) as file:
+                    loaded = torch.load(file, map_location="cpu", weights_only=True)
     except MctfError:
         raise
     except Exception as failure:  # damaged files raise errors of many classes
@@ -55,6 +58,17 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         inner = [loaded[name] for name in _WRAPPERS if isinstance(loaded, dict) and isinstance(loaded.get(name), dict)]
         loaded = inner[0] if inner else loaded
     return _named_tensors(path, loaded, capacity)
+
+
+@contextmanager
+def _opened(path: Path, head: bytes) -> Iterator[Any]:
+    """A file to load; in the older format a pickle may ask for gigabytes, of which a map gives what is there."""
+    with path.open("rb") as file:
+        if head.startswith(_ZIP):
+            yield file
+        else:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                yield mapped
 
 
 def explain_failure(failure: Exception) -> str:
