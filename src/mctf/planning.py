@@ -122,6 +122,7 @@ def plan(
     depth = len(architecture.blocks)
     r = chosen.default_r if r is None else r
     schedule = make_schedule(r, depth=depth, blocks=read_blocks(blocks), default_blocks=chosen.default_blocks(depth))
+    chosen.check_schedule(schedule)
     with torch.device("meta"):
         layers = chosen.make_layers(architecture.blocks, schedule)
     learned = 0 if layers is None else sum(value.numel() for value in layers.parameters())
