@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-all check coverage docs wheel format clean
+.PHONY: demo test test-all adversarial check coverage docs wheel format clean
 
 demo: .venv/ready
 	$(BIN)/mctf demo
@@ -17,6 +17,10 @@ test: .venv/ready
 test-all: .venv/ready
 	$(PYTEST) -m ""
 	TRITON_INTERPRET=1 $(PYTEST) -m "" tests/kernels
+
+# Bad input, hostile files and killed runs; the last lines count the cases that held.
+adversarial: .venv/ready
+	$(PYTEST) -m "" tests/adversarial
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

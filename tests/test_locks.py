@@ -35,6 +35,7 @@ def test_folders_are_created_and_removed_where_they_stay_empty(tmp_path: Path) -
         assert (tmp_path / "a" / "b").is_dir()
     assert list(tmp_path.iterdir()) == []
     with lock(tmp_path / "a" / "b"):
+        (tmp_path / "a" / "b" / "empty").mkdir()
         (tmp_path / "a" / "file").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "file"]
     (tmp_path / "empty").mkdir()

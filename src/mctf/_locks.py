@@ -24,7 +24,7 @@ def lock_folder(folder: Path, *, doing: str, option: str) -> Iterator[None]:
     """Hold a folder, created if missing; raises MctfError where another process holds it.
 
     The system releases the lock of a process that is killed. At the end the lock file is removed, and so are folders
-    that were created here and are still empty. A file system without locks gives a warning.
+    that were created meanwhile, this one or in it, and are empty. A file system without locks gives a warning.
     doing: in the error message, as in "trains in". option: names another folder.
     """
     absent = [part for part in (folder, *folder.parents) if not part.exists()]
@@ -34,12 +34,13 @@ def lock_folder(folder: Path, *, doing: str, option: str) -> Iterator[None]:
         _remove(absent)
         raise MctfError(f"{folder} cannot be written to ({failure.strerror}): name another {option}") from None
     _held.add(handle)
-    owner = os.getpid()
+    owner, before = os.getpid(), set(os.listdir(folder))
     try:
         yield
     finally:
         if os.getpid() == owner:
             with suppress(OSError):
+                _remove([path for path in folder.iterdir() if path.name not in before])
                 (folder / LOCK_FILE).unlink()
             _held.discard(handle)
             os.close(handle)
@@ -91,7 +92,7 @@ def _flock(handle: int, folder: Path) -> None:
 
 
 def _remove(folders: list[Path]) -> None:
-    """Remove the folders that are empty, the innermost first."""
+    """Remove the folders that are empty; files are none."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -103,7 +104,9 @@ def check_target(path: Path) -> None:
         if stat.S_ISDIR(facts.st_mode):
             raise MctfError(f"{path} is a folder: give the name of a file to write")
         if not stat.S_ISREG(facts.st_mode):
-            os.close(_open_stream(path, facts.st_mode))
+            stream = _open_stream(path, facts)
+            if stream is not None:
+                os.close(stream)
             return
         if not os.access(path, os.W_OK):
             raise MctfError(f"{path} is write-protected: choose another file")
@@ -136,9 +139,10 @@ def atomic_write(path: Path, content: bytes, *, sync: bool = False) -> None:
     """
     try:
         facts = os.stat(path) if path.exists() else None
-        if facts is not None and (not stat.S_ISREG(facts.st_mode) or _is_standard_stream(facts)):
-            with os.fdopen(_open_stream(path, facts.st_mode), "wb") as stream:
-                stream.write(content)
+        stream = None if facts is None else _open_stream(path, facts)
+        if stream is not None:
+            with os.fdopen(stream, "wb") as file:
+                file.write(content)
             return
         target = _resolve(path)
         temporary = target.with_name(f".{target.name[:50]}.{os.getpid()}")  # a name has at most 255 bytes
@@ -162,20 +166,19 @@ def _resolve(path: Path) -> Path:
         raise MctfError(f"{path} cannot be written ({first_line(failure)}): choose another file") from None
 
 
-def _is_standard_stream(facts: os.stat_result) -> bool:
-    """Whether stdout or stderr is this file (`--output /dev/stdout > file`): it must not be replaced by another."""
-    for number in (1, 2):
-        with suppress(OSError):
-            if os.path.samestat(os.fstat(number), facts):
-                return True
-    return False
+def _open_stream(path: Path, facts: os.stat_result) -> int | None:
+    """A descriptor for what is written to and not replaced: a terminal, a pipe, or the file behind stdout or stderr.
 
-
-def _open_stream(path: Path, mode: int) -> int:
-    """Open a terminal, a pipe or another stream for writing; refuses what would be damaged, or would wait for ever."""
-    if stat.S_ISREG(mode):
-        return os.open(path, os.O_WRONLY | os.O_APPEND)
-    if not (stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)):
+    None for any other regular file. Refuses what would be damaged, and a pipe on which opening would wait for ever.
+    """
+    if stat.S_ISREG(facts.st_mode):
+        for stream in (sys.stdout, sys.stderr):  # `--output /dev/stdout > file`: at the place that stdout has reached
+            with suppress(OSError, ValueError):
+                if os.path.samestat(os.fstat(stream.fileno()), facts):
+                    stream.flush()
+                    return os.dup(stream.fileno())
+        return None
+    if not (stat.S_ISCHR(facts.st_mode) or stat.S_ISFIFO(facts.st_mode)):
         raise MctfError(f"{path} is not a regular file: choose another file")
     try:
         number = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)

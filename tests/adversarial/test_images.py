@@ -257,3 +257,38 @@ def test_mutations_of_a_png_never_raise_another_error(tmp_path: Path) -> None:
             assert str(error).isprintable()  # noqa: PT017
         else:
             assert image.mode == "RGB"
+
+
+@pytest.mark.slow
+def test_reproduce_skips_and_counts(folder: Path, workdir: Path, command: Callable[[str], Outcome]) -> None:
+    (folder / "a" / os.fsdecode(b"\xfe\n.png")).write_bytes(b"text")
+    data = folder.rename(folder.with_name(os.fsdecode(b"\xff\n[red]")))
+    line = f"reproduce embedded --data {shlex.quote(str(data))} --only class_token --out out --on-corrupt skip --json"
+    outcome = command(line)
+    assert outcome.code == 0, outcome
+    assert "note: 1 unreadable image skipped" in outcome.err.splitlines()
+    assert "1 unreadable image skipped" in json.dumps(json.loads(outcome.out))
+    assert "1 unreadable image skipped" in (workdir / "out" / "report.md").read_text()
+
+
+def test_table_names_the_source_on_one_line(folder: Path, command: Callable[[str], Outcome]) -> None:
+    data = folder.rename(folder.with_name(os.fsdecode(b"\xff\n\x1b[31m[red]")))
+    outcome = command(f"eval embedded --data {shlex.quote(str(data))} -r 0")
+    assert outcome.code == 0, outcome
+    assert "\\udcff\\n\\x1b[31m[red]" in "".join(outcome.out.split("\n"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_memory", ["yes", "no"])
+def test_training_skips_in_one_line_each(
+    in_memory: str, folder: Path, workdir: Path, command: Callable[[str], Outcome]
+) -> None:
+    (folder / "a" / "x.png").write_bytes(b"text")
+    (folder / "b" / "x.png").write_bytes(png(1, 60_000))
+    line = f"finetune embedded --data {folder} -r 4 --epochs 1 --batch 2 --in-memory {in_memory} -o out"
+    outcome = command(line)
+    assert outcome.code == 0, outcome
+    warned = [line for line in outcome.err.splitlines() if "skipped:" in line]
+    assert len(warned) == 2
+    assert all(line.startswith("mctf: warning: skipped: ") for line in warned)
+    assert "2 unreadable images skipped" in outcome.out + outcome.err

@@ -41,13 +41,14 @@ def test_by_default_the_embedded_model_names_what_is_in_the_photographs(command,
     assert sheet.height > 4 * 448, "photographs of 64 pixels are enlarged seven times"
 
 
-def test_without_network_random_weights_are_reported(command, tmp_path) -> None:
+def test_without_network_random_weights_are_reported(command, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     outcome = command("demo", *QUICK)
     assert outcome.code == 0, outcome.err
     assert "weights: RANDOM" in outcome.out
     assert "this does not carry over to a trained model" in outcome.out
     assert str(mctf.plan("test_vit", r=8)) in outcome.out
-    assert re.search(r"images/s fused, [0-9.]+ baseline: [0-9.]+x", outcome.out)
+    assert re.search(r"images/s fused,\s+[0-9.]+\s+baseline:\s+[0-9.]+x", outcome.out)
     assert "batch 2, float32, cpu" in outcome.out
     assert "chelsea" not in outcome.out, "predictions of random weights are not shown"
     sheet = Image.open(tmp_path / "mctf-demo" / "fused.png")

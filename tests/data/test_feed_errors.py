@@ -60,7 +60,7 @@ class TestSkipped:
         folder = write_uniform_images(tmp_path, 6)
         for path in folder.rglob("*.png"):
             path.write_bytes(b"text")
-        with pytest.raises(MctfError, match=r"6 images in a row are unreadable, the first: .*\.png is not"):
+        with pytest.raises(MctfError, match=r"none of 6 images is readable, the first: .*\.png is not"):
             list(feed(folder, in_memory=in_memory).batches(0))
 
 

@@ -56,7 +56,7 @@ class TestForModel:
     def test_undetermined_otherwise(self, num_classes: int) -> None:
         class_to_idx, (note,) = number_for_model(NAMES, num_classes=num_classes)
         assert class_to_idx is None
-        assert f"3 classes of images do not determine the model's {num_classes} classes" in note
+        assert f"3 classes of images cannot determine the model's {num_classes} classes" in note
         assert "--classes" in note
 
 

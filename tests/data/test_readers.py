@@ -15,7 +15,7 @@ from PIL import Image
 from helpers.data_feeds import collect, number_of, options
 from helpers.images import encode, make_picture, write_folder, zip_folder
 from mctf import MctfError
-from mctf.data import make_feed, open_dataset
+from mctf.data import ReadLimits, make_feed, open_dataset
 from mctf.data.readers import HubReader, ImageReader, load_hub_dataset, open_reader
 
 NAMES = ("cat/a.png", "cat/b.jpg", "dog/deep/c.JPEG", "dog/d.png", "emu/e.png")
@@ -238,6 +238,34 @@ class TestHub:
         rows = Rows({"picture": Value(), "label": Value()}, picture=[None], label=[0])
         with pytest.raises(MctfError, match="pets has the columns picture, label: expected one of type Image or named"):
             HubReader(rows, source="pets")
+
+    def test_encoded_images_are_checked_before_they_are_decoded(self, tmp_path: Path) -> None:
+        class Image:  # the type of a column is recognized by its name
+            def __init__(self, decode: bool = True) -> None:
+                self.decode = decode
+
+        class Decoding(Rows):
+            def cast_column(self, column: str, feature: Image) -> Rows:
+                assert (column, feature.decode) == ("photo", False)
+                return Rows({"photo": feature}, photo=encoded)
+
+        make_picture(1).save(tmp_path / "x.png")
+        encoded: list[dict[str, Any]] = [
+            {"bytes": encode(make_picture(0)), "path": None},
+            {"bytes": None, "path": str(tmp_path / "x.png")},
+            {"bytes": None, "path": "elsewhere/x.png"},
+        ]
+        rows = Decoding({"photo": Image()}, photo=[None, None, make_picture(2)])
+        reader = HubReader(rows, source="pets")
+        for index in range(3):
+            assert np.array_equal(np.asarray(reader.read(index)), np.asarray(make_picture(index)))
+        with pytest.raises(MctfError, match=r"image 0 of pets is not a readable image \(it has 48 x 40 pixels, over"):
+            HubReader(rows, source="pets", limits=ReadLimits(max_pixels=9)).read(0)
+
+    def test_sixteen_bits_are_scaled(self) -> None:
+        rows = hub_rows([0])
+        rows.columns["img"][0] = Image.fromarray(np.full((4, 4), 257 * 9, np.uint16))
+        assert HubReader(rows, source="pets").read(0).getpixel((0, 0)) == (9, 9, 9)
 
     def test_damaged_image(self) -> None:
         rows = hub_rows([0, 1])

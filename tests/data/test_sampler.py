@@ -61,7 +61,7 @@ class TestSampler:
         assert list(sampler.batches(5, start)) == list(sampler.batches(5))[start:]
 
     def test_refuses_batches_that_cannot_be_filled(self) -> None:
-        with pytest.raises(MctfError, match=r"7 images do not fill one batch of 4 in each of 2 processes: lower"):
+        with pytest.raises(MctfError, match=r"7 images cannot fill one batch of 4 in each of 2 processes: lower"):
             ResumableSampler(7, 4, world_size=2)
 
     @pytest.mark.parametrize("rank", [-1, 2])

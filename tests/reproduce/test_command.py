@@ -1,15 +1,19 @@
 """`mctf reproduce` on the command line."""
 
 import json
+import os
+import resource
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import timm
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from helpers.command_line import Command, Outcome
 from helpers.images import write_folder
+from mctf._locks import lock_folder
 from mctf.reproduce import analyses, costs
 from mctf.reproduce.costs import Counted
 from mctf.reproduce.runner import experiments
@@ -141,6 +145,63 @@ def test_a_missing_package_is_reported_before_any_experiment(
     line = run.refusal(*basic, "--table", "1")
     assert "reports need jinja2, which is not installed: pip install 'mctf[report]'" in line
     assert not (tmp_path / "report").exists()
+
+
+class TestRefusedBeforeAnythingIsMeasured:
+    @pytest.fixture(autouse=True)
+    def _no_costs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("mctf.reproduce.runner.measure", lambda *_, **__: pytest.fail("measured"))
+
+    def test_a_folder_in_use(self, run, basic, tmp_path: Path) -> None:
+        with lock_folder(tmp_path / "report", doing="measures in", option="--out"):
+            line = run.refusal(*basic, "--table", "1")
+        assert f"process {os.getpid()} measures in report already: wait for it, or name another --out" in line
+        assert not (tmp_path / "report").exists()
+
+    @pytest.mark.parametrize("name", ["index.html", "report.md", "report.json", "results", "pictures"])
+    def test_files_of_another_program(self, run, basic, tmp_path: Path, name: str) -> None:
+        (tmp_path / "report").mkdir()
+        (tmp_path / "report" / name).write_text("precious")
+        assert "name another --out" in run.refusal(*basic, "--table", "1")
+        assert [path.read_text() for path in (tmp_path / "report").iterdir()] == ["precious"]
+
+    def test_unreadable_images(self, run, place: Path, basic, tmp_path: Path) -> None:
+        pictures = shutil.copytree(place / "pictures", tmp_path / "damaged")
+        (pictures / "dog" / "1.png").write_bytes(b"damaged")
+        assert "1.png" in run.refusal(*basic, "--data", pictures)
+        assert not (tmp_path / "report").exists()
+
+    def test_a_model_that_gives_undefined_numbers(self, run, place: Path, basic, tmp_path: Path) -> None:
+        state = load_file(place / "tiny.safetensors")
+        state["head.weight"] = state["head.weight"].sign() * 3e38
+        save_file(state, tmp_path / "huge.safetensors")
+        line = run.refusal(*basic, "--weights", tmp_path / "huge.safetensors")
+        assert "test_vit gives infinite or undefined numbers for these images: give other weights" in line
+        assert not (tmp_path / "report").exists()
+
+
+def test_other_images_of_the_same_names_are_refused(run, place: Path, basic, tmp_path: Path) -> None:
+    pictures = shutil.copytree(place / "pictures", tmp_path / "pictures")
+    options = [*basic, "--data", pictures, "--only", "class_token"]
+    assert run(*options).code == 0
+    (pictures / "dog" / "1.png").write_bytes((pictures / "dog" / "1.png").read_bytes() + b" ")
+    assert "holds results for images_checksum" in run.refusal(*options)
+
+
+@pytest.mark.parametrize("size", [1_000, 2_000, 5_000])
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(run, basic, tmp_path: Path, size: int) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        outcome = run(*basic, "--only", "class_token")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert outcome.code == 2, outcome
+    assert "cannot be written (File too large)" in outcome.err.splitlines()[-1]
+    for path in (tmp_path / "report").rglob("*"):
+        assert path.is_dir() or json.loads(path.read_text()) is not None
+        assert path.is_file() or list(path.iterdir())
+    assert run(*basic, "--only", "class_token").code == 0
 
 
 @pytest.mark.slow

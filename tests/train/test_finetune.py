@@ -3,11 +3,14 @@
 import csv
 import json
 import os
+import resource
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,11 @@ import mctf.cli
 from helpers.command_line import Command
 from helpers.torchrun import Running, run_together, run_torchrun, write_stripes
 from helpers.train_feeds import read_log
+from mctf import MctfError
 from mctf._locks import lock_folder
+from mctf.train import finalize
+from mctf.train.engine import Trainer
+from mctf.train.logging import Logs, Record
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +235,8 @@ class TestUsedFolders:
         output = place / "finished"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.argv", ["mctf", "finetune", *map(str, short(place, output))])
-            mctf.cli.main()
+            with pytest.raises(SystemExit, match="0"):
+                mctf.cli.main()
         return output
 
     @pytest.mark.parametrize("resume", [(), ("--resume",)])
@@ -301,6 +309,112 @@ class TestUsedFolders:
         expected = f"process {os.getpid()} trains in {finished} already: wait for it, or name another --output"
         assert expected in line
         assert listing(finished) == before
+
+
+def write_until_refused(logs: Logs, record: Record, log: Path) -> None:
+    for _ in range(50):
+        log.write_bytes(b"")  # only the events grow
+        logs.write(record)
+
+
+class TestFullDisk:
+    """A write that fails is named in one line; nothing half-written stays, and the run can be resumed."""
+
+    @pytest.fixture
+    def limit(self) -> Iterator[Callable[[int], None]]:
+        """Files beyond a size are refused by the system, as on a full disk."""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    @pytest.mark.parametrize(
+        ("size", "words"),
+        [
+            (700, "recipe.toml cannot be written (File too large)"),
+            (1_500, "cannot be written (File too large): make room, then --resume"),
+            (20_000, "the checkpoint of step 5 cannot be written (File too large), there is no earlier one"),
+        ],
+    )
+    def test_a_file_that_cannot_be_written(
+        self, place: Path, tmp_path: Path, run: Command, limit: Callable[[int], None], size: int, words: str
+    ) -> None:
+        output = tmp_path / "new" / "run"
+        limit(size)
+        often = [] if size == 20_000 else ["--save-steps", 99, "--save-epochs", 99]
+        outcome = run(*arguments(place, output, "--epochs", 2, *often))
+        limit(resource.RLIM_INFINITY)
+        assert outcome.code == 2
+        (line,) = outcome.err.splitlines()
+        assert words in line
+        if size == 700:
+            assert list(tmp_path.iterdir()) == []
+            return
+        assert {path.name for path in output.rglob("*")} >= {"recipe.toml", "log.csv"}
+        assert not [path for path in output.rglob("*") if path.name.startswith(".") or path.suffix == ".partial"]
+        outcome = run("--config", output / "recipe.toml", "--resume")
+        assert outcome.code == 0, outcome.err
+        assert steps_logged(output) == 12
+
+    def test_weights_and_evaluation(
+        self, place: Path, tmp_path: Path, run: Command, monkeypatch: pytest.MonkeyPatch, limit: Callable[[int], None]
+    ) -> None:
+        options = short(place, tmp_path, "--validation", place / "val", "--evaluate-r", "0")
+        with monkeypatch.context() as patch:
+            write = finalize.write_weights
+
+            def full(trainer: Trainer) -> Path:
+                limit(1000)
+                return write(trainer)
+
+            patch.setattr(finalize, "write_weights", full)
+            outcome = run(*options)
+            limit(resource.RLIM_INFINITY)
+        assert outcome.code == 2
+        assert outcome.err.endswith("model.safetensors cannot be written (File too large): make room, then --resume\n")
+        assert not [path for path in tmp_path.iterdir() if "safetensors" in path.name]
+        assert run(*options, "--resume").code == 0
+        assert (tmp_path / "evaluation.json").exists()
+
+    def test_lines_and_events(self, tmp_path: Path, limit: Callable[[int], None]) -> None:
+        logs = Logs(tmp_path)
+        values = dict.fromkeys([each.name for each in fields(Record)], 1.0) | {"step": 1}
+        limit(100)
+        with pytest.raises(MctfError, match=r"log.csv cannot be written \(File too large\): make room"):
+            logs.write(Record(**values))
+        limit(1500)
+        with pytest.raises(MctfError, match=r"tensorboard/events.* cannot be written \(File too large\): make room"):
+            write_until_refused(logs, Record(**values), tmp_path / "log.csv")
+        logs.close()
+
+
+class TestValidation:
+    def test_unreadable_images_are_counted_after_training(self, place: Path, tmp_path: Path, run: Command) -> None:
+        validation = shutil.copytree(place / "val", tmp_path / "val")
+        bad = sorted(validation.rglob("*.png"))[4]  # not among those that are read before training
+        bad.write_bytes(b"damaged")
+        options = ["--validation", validation, "--evaluate-r", "0", "--on-corrupt", "stop"]
+        outcome = run(*short(place, tmp_path / "run", *options))
+        assert outcome.code == 0, outcome.err
+        facts = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+        assert facts["images"] == 19
+        assert "1 unreadable validation image left out" in facts["notes"]
+        assert "1 unreadable validation image left out" in outcome.out
+
+    @pytest.mark.parametrize("policy", ["stop", "skip"])
+    def test_unreadable_images_are_refused_before_training(
+        self, place: Path, tmp_path: Path, run: Command, policy: str
+    ) -> None:
+        validation = shutil.copytree(place / "val", tmp_path / "val")
+        for path in validation.rglob("*.png"):
+            path.write_bytes(b"damaged")
+        line = run.refusal(*short(place, tmp_path / "run", "--validation", validation, "--on-corrupt", policy))
+        assert ".png" in line
+        assert not (tmp_path / "run").exists()
+
+
+def test_one_step_prints_nothing_but_its_lines(place: Path, tmp_path: Path, run: Command) -> None:
+    outcome = run(*short(place, tmp_path / "run", "--batch", 96))
+    assert (outcome.code, outcome.err) == (0, "")
 
 
 class TestRefuses:

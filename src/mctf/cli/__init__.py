@@ -85,7 +85,8 @@ def main() -> None:
         code = 0
     except Exception as error:
         code = _report(error)
-    sys.exit(code or 0)
+    if code:
+        sys.exit(code)
 
 
 def _report(error: Exception) -> int:

@@ -50,7 +50,8 @@ def _recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
 Examples:
   mctf finetune deit_tiny_patch16_224 --data train --validation val -r 16
   mctf finetune --config recipe.toml --lr 1e-5 --output second
-  mctf finetune deit_tiny_patch16_224 --data train --method none --objective cross-entropy
+  mctf finetune deit_tiny_patch16_224 --data train --method none \\
+      --objective cross-entropy
   torchrun --nproc-per-node 8 -m mctf finetune --config recipe.toml --resume
 """,
 )
@@ -87,15 +88,12 @@ def command(
 
 
 def _finetune(recipe: Recipe, *, resume: bool, bar: bool | None, as_json: bool) -> None:
-    import torch
-
     from .._locks import lock_folder
     from ..distributed import init_distributed, on_main
-    from ..evaluation.environment import pick_device
+    from ..evaluation.environment import pick_device, set_threads
     from ..train.build import start_run
 
-    if recipe.threads is not None:
-        torch.set_num_threads(recipe.threads)
+    set_threads(recipe.threads)
     with init_distributed(pick_device(recipe.device)) as distributed, ExitStack() as held:
         lock = lock_folder(recipe.output, doing="trains in", option="--output")
         on_main(distributed, lambda: held.enter_context(lock))

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._utils import file_digest, plural
-from ..errors import MctfError
+from ..errors import MctfError, one_line
 from .options import (
     FILE,
     batch_size_option,
@@ -55,9 +56,10 @@ class _Reproduce(Command):
 Examples:
   mctf reproduce --table 1,2 --out report
   mctf reproduce deit_tiny_patch16_224 --data val.zip --out report --quick
-  mctf reproduce deit_tiny_patch16_224 --data val.zip --weights tiny.safetensors \\
-      --classes classes.tsv --out report
-  mctf reproduce deit_small_patch16_224 --data imagenet/val --limit 2000 --out report --only criteria,class_token
+  mctf reproduce deit_tiny_patch16_224 --data val.zip \\
+      --weights tiny.safetensors --classes classes.tsv --out report
+  mctf reproduce deit_small_patch16_224 --data imagenet/val \\
+      --limit 2000 --out report --only criteria,class_token
 """,
 )
 @click.argument("model", required=False)
@@ -136,11 +138,14 @@ def _run(
 ) -> dict[str, Any]:
     """Measure what is pending, write the report and return its JSON object."""
     from ..reproduce.records import Records
-    from ..reproduce.runner import Task, arrange, experiments, measure
-    from ..reproduce.write import PICTURES, write_report
+    from ..reproduce.runner import Task, arrange, check_subject, experiments, measure
+    from ..reproduce.write import PICTURES, check_report_folder, write_report
 
+    check_report_folder(out)
     records = Records.at(out, None if subject is None else conditions, experiments())
     work = arrange(experiments(), requested, records, subject=subject, again=again)
+    if subject is not None and any(each.needs_images for each in work.pending):
+        check_subject(subject)
     reused = [each.name for each in requested if each.name in work.finished]
     if reused:
         click.echo(f"measured before: {', '.join(reused)}", err=True)
@@ -165,7 +170,7 @@ def _subject(opened: "EvalRun", *, quick: bool) -> tuple["Subject", "Conditions"
     if opened.distributed.is_distributed:
         raise MctfError("mctf reproduce runs in one process: start it without torchrun")
     find_host(opened.model)  # refuses an unsupported model before anything is measured
-    conditions = {
+    conditions: dict[str, Any] = {
         "model": settings.model,
         "weights": "pretrained" if settings.weights is None else settings.weights.name,
         "weights_bytes": None if settings.weights is None else settings.weights.stat().st_size,
@@ -178,6 +183,8 @@ def _subject(opened: "EvalRun", *, quick: bool) -> tuple["Subject", "Conditions"
         "classes": opened.dataset.targets is not None,
         "quick": quick,
     }
+    if opened.batches.skips:  # which images are measured depends on these
+        conditions["skipped_beyond"] = asdict(settings.limits)
     return Subject(settings.model, opened.model, opened.batches, opened.preprocessing), conditions
 
 
@@ -189,7 +196,9 @@ def _facts(conditions: "Conditions", finished: dict[str, "Record"], subject: "Su
     if conditions:
         size = "x".join(str(side) for side in conditions["image_size"])
         facts["Model"] = f"{conditions['model']}, weights: {conditions['weights']}"
-        facts["Images"] = f"{conditions['images']} of {conditions['data']}, {size}, crop {conditions['crop_pct']:g}"
+        facts["Images"] = (
+            f"{conditions['images']} of {one_line(conditions['data'])}, {size}, crop {conditions['crop_pct']:g}"
+        )
     if subject is not None:
         if subject.batches.skipped:
             facts["Images"] += f", {plural(subject.batches.skipped, 'unreadable image')} skipped"

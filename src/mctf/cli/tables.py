@@ -9,6 +9,7 @@ from rich.table import Table
 
 from .._utils import plural
 from ..core.schedule import ReductionSpec
+from ..errors import one_line
 from ..evaluation.benchmark import Measurement
 from ..evaluation.compare import Comparison
 from ..evaluation.evaluate import Row
@@ -19,23 +20,14 @@ _TIMINGS = ("contender", "ms", "spread", "images/s", "speed-up", "GFLOPs", "peak
 _OVER_MATMUL = "over matmul"
 _MEAN = "*: r differs between blocks; this is the mean over the blocks that reduce, and --json lists them"
 _TEXT_COLUMNS = ("method", "contender", "remark")
-_OPTIONAL = (
-    "images/s",
-    "peak MiB",
-    "target",
-    "cosine",
-    "error",
-    "top-5 %",
-    "remark",
-    "spread",
-    "GFLOPs",
-)  # least first
+# Columns that a narrow terminal does without, the first ones first.
+_OPTIONAL = ("peak MiB", "target", "remark", "cosine", "error", "images/s", "top-5 %", "spread", "GFLOPs")
 
 
 def run_title(facts: dict[str, Any]) -> str:
     """The line above a table, from the facts of an `EvalRun`."""
     images = plural(facts["images"], "image")
-    return f"{facts['model']} on {images} of {facts['data']}, {facts['device']}, {facts['dtype']}"
+    return f"{facts['model']} on {images} of {one_line(facts['data'])}, {facts['device']}, {facts['dtype']}"
 
 
 def print_rows(rows: Sequence[Row], *, title: str, notes: Sequence[str]) -> None:
@@ -82,9 +74,10 @@ def print_benchmark(results: Sequence[Measurement], *, title: str, notes: Sequen
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, notes: Sequence[str]) -> None:
     """The title, a table of the columns that fit, and the notes, all within the width of the terminal."""
     console = Console(highlight=False, markup=False, emoji=False, width=width())
+    unbounded = Console(width=10_000)  # a console measures nothing wider than itself
     shown, left_out = list(headings), []
     for heading in _OPTIONAL:
-        if console.measure(_table(headings, rows, shown)).maximum <= console.width:
+        if unbounded.measure(_table(headings, rows, shown)).maximum <= console.width:
             break
         if heading in shown:
             shown.remove(heading)

@@ -115,6 +115,8 @@ class ImageDataset:
                 if not skip:
                     raise MctfError(f"{error}, or {SKIP_HINT}") from None
                 failures.append(ReadFailure(candidate, str(error)))
+        if len(failures) == len(self):
+            raise none_readable(len(self), failures[0])
         raise MctfError(f"{len(failures)} images in a row are unreadable, the first: {failures[0].reason}")
 
     def readable(self, *, skip: bool) -> Iterator[tuple[int, Image.Image]]:

@@ -8,6 +8,7 @@ import torch
 from timm.data import ImageNetInfo
 from torch import Tensor
 
+from .._utils import plural
 from ..errors import MctfError
 from ..models.class_names import IMAGENET_CLASSES, TINY_IMAGENET_CLASSES, class_names
 from .decode import ReadLimits, UnreadableError, read_file
@@ -47,8 +48,8 @@ def number_for_model(
     if order is None and len(distinct) == num_classes:
         return number_classes(names), ("classes are numbered by folder name",)
     return None, (
-        f"accuracy is unknown: {len(order or distinct)} classes of images do not determine the model's {num_classes} "
-        "classes; give a table of them (--classes)",
+        f"accuracy is unknown: {plural(len(order or distinct), 'class', 'classes')} of images cannot determine the "
+        f"model's {num_classes} classes; give a table of them (--classes)",
     )
 
 

@@ -387,7 +387,10 @@ def _without_decoding(dataset: Any, column: str) -> HubDataset | None:
     feature = dataset.features[column]
     if not hasattr(dataset, "cast_column") or not getattr(feature, "decode", False):
         return None
-    return dataset.cast_column(column, type(feature)(decode=False))
+    try:
+        return dataset.cast_column(column, type(feature)(decode=False))
+    except Exception:  # a view that cannot be cast: the package decodes, and the size is checked afterwards
+        return None
 
 
 def _find_column(dataset: HubDataset, kind: str, usual: tuple[str, ...]) -> str | None:

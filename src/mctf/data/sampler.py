@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._utils import plural
 from ..errors import MctfError
 
 _TORCH_SEED_BITS = 63
@@ -69,9 +70,10 @@ class ResumableSampler:
         if not 0 <= self.rank < self.world_size:
             raise MctfError(f"rank {self.rank} is out of range: expected 0 to {self.world_size - 1}")
         if self.steps == 0:
+            ranks = "" if self.world_size == 1 else f" in each of {self.world_size} processes"
             raise MctfError(
-                f"{self.num_images} images do not fill one batch of {self.batch_size} in each of {self.world_size} "
-                "processes: lower the batch size or give more images"
+                f"{plural(self.num_images, 'image')} cannot fill one batch of {self.batch_size}{ranks}: lower the "
+                "batch size or give more images"
             )
 
     @property

@@ -25,7 +25,7 @@ from ..planning import plan
 from ..tracing import trace
 from ..viz.fused_patches import enlarge, fused_picture, patch_grid, to_image
 from .analyses import recorded_attention
-from .records import Result
+from .records import Result, make_folder
 from .runner import Experiment, Subject, Task
 from .studies import ALL, R, criteria_options
 
@@ -55,7 +55,7 @@ class _Canvas:
     def save(self, picture: Image.Image, name: str) -> str:
         """Write a picture as WebP and return its file name."""
         folder: Path = self.task.pictures
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         buffer = io.BytesIO()
         picture.save(buffer, "WEBP", quality=_QUALITY)
         atomic_write(folder / f"{name}.webp", buffer.getvalue())

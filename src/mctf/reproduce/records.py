@@ -4,6 +4,7 @@ A record also holds the conditions of its run: a folder never mixes results of s
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -34,6 +35,13 @@ class Result:
     def from_json(cls, value: Any) -> Self:
         """The inverse of `to_json`: keys that are not fields are ignored, fields with a default may be missing."""
         return _decode(cls, value)
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise MctfError(f"{folder} cannot be created ({failure.strerror}): name another --out") from None
 
 
 def _decode(kind: Any, value: Any) -> Any:
@@ -81,6 +89,9 @@ class Records:
     @classmethod
     def at(cls, folder: Path, conditions: Conditions | None, experiments: Sequence["Experiment"]) -> "Records":
         """conditions: None for a run without a model, which takes over the conditions of the latest record."""
+        results = folder / _FOLDER
+        if os.path.lexists(results) and not results.is_dir():
+            raise MctfError(f"{results} is not a folder: name another --out")
         if conditions is not None:
             return cls(folder, conditions)
         files = [cls(folder, {})._read(each) for each in experiments if each.needs_images]
@@ -113,7 +124,7 @@ class Records:
 
     def save(self, record: Record, experiment: "Experiment") -> None:
         path = self._path(experiment)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         atomic_write(path, (json.dumps(record.to_json(), indent=1) + "\n").encode())
 
     def _read(self, experiment: "Experiment") -> dict[str, Any] | None:

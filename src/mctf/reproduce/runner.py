@@ -12,11 +12,15 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ..data import Batch, EvalLoader, Preprocessing
-from ..errors import MctfError
+from ..errors import MctfError, one_line
+from ..evaluation.fidelity import run_model
 from .records import Record, Records, Result
+
+_TRIED = 32  # images that are read before anything is measured
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Subject:
         images = self.batches.dataset.spaced(count)
         names = images.names
         for index, image in images.readable(skip=self.batches.skips):
-            yield names[index], self.batches.transform(image)
+            yield one_line(names[index]), self.batches.transform(image)
 
     def to_model(self, pixels: Tensor) -> Tensor:
         """Pixels on the model's device and in its dtype."""
@@ -73,6 +77,15 @@ class Task:
         for batch in self.subject.batches:
             yield batch
             self.advance(weight)
+
+
+@torch.inference_mode()
+def check_subject(subject: Subject) -> None:
+    """Raise MctfError where images cannot be read, or the model gives undefined numbers; some images are tried."""
+    inputs = [pixels for _, pixels in subject.sample(_TRIED)]
+    logits = run_model(subject.model, subject.to_model(torch.stack(inputs[:4]))).logits
+    if not logits.isfinite().all():
+        raise MctfError(f"{subject.name} gives infinite or undefined numbers for these images: give other weights")
 
 
 class Experiment(ABC):

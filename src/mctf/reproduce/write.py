@@ -6,6 +6,7 @@ jinja2 and matplotlib belong to the extra `report`. The page is one file: style,
 import base64
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._utils import atomic_write, optional_import
+from ..errors import MctfError
 from ..viz.plots import MARKERS, new_figure, render, separate_labels, style_axes
 from . import analysis_sections, cost_sections, paper, study_sections
 from .display_names import VERDICT_MARKS, VERDICTS
 from .document import Chart, Column, Report, Section, Series, Verdict, Viewer
-from .records import Record
+from .records import Record, make_folder
 from .runner import experiments
 from .studies import StudyResult
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 TITLE = "Multi-criteria Token Fusion, measured again"
 PICTURES = "pictures"
+_FILES = ("index.html", "report.md", "report.json")
 
 _SECTIONS = {
     **cost_sections.SECTIONS,
@@ -51,6 +54,20 @@ def check_dependencies() -> None:
         optional_import(module, extra="report", purpose="reports")
 
 
+def check_report_folder(folder: Path) -> None:
+    """Raise MctfError where a report would overwrite files of another program, or cannot be written."""
+    if os.path.lexists(folder / PICTURES) and not (folder / PICTURES).is_dir():
+        raise MctfError(f"{folder / PICTURES} is not a folder: name another --out")
+    page = folder / "index.html"
+    try:
+        ours = page.is_file() and TITLE.encode() in page.read_bytes()
+    except OSError:
+        ours = False
+    for name in _FILES:
+        if os.path.lexists(folder / name) and not ours and not (folder / "results").is_dir():
+            raise MctfError(f"{folder / name} is not of mctf reproduce and would be overwritten: name another --out")
+
+
 def write_report(
     folder: Path, records: Mapping[str, Record], *, facts: Mapping[str, str], skipped: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -66,9 +83,9 @@ def write_report(
         "report.md": render_markdown(report, PICTURES),
         "report.json": json.dumps(content, indent=1) + "\n",
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for name, text in files.items():
-        atomic_write(folder / name, text.encode())
+        atomic_write(folder / name, text.encode(errors="backslashreplace"))  # names of files may be no UTF-8
     return content
 
 

@@ -30,6 +30,7 @@ from .signals import catch_signals
 from .teachers import Distillation, OriginalModel, Teacher
 
 RECIPE_FILE = "recipe.toml"
+_PROBED = 16  # validation images that are read before training
 _RECIPE_HEADING = "# written by mctf finetune"
 
 
@@ -169,8 +170,10 @@ def build_trainer(recipe: Recipe, distributed: DistributedContext, *, on_decodin
         progress=on_decoding if distributed.is_main else None,
     )
     if recipe.validation is not None:
-        # refuses other classes before training
-        open_dataset(recipe.validation, class_to_idx=feed.class_to_idx, limits=recipe.limits)
+        # other classes and unreadable images are refused before training
+        validation = open_dataset(recipe.validation, class_to_idx=feed.class_to_idx, limits=recipe.limits)
+        for _ in validation.spaced(_PROBED).readable(skip=recipe.on_corrupt == "skip"):
+            pass
     same_classes = model.num_classes == feed.num_classes
     if not same_classes:
         model.reset_classifier(feed.num_classes)

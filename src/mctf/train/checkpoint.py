@@ -11,7 +11,6 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -192,8 +191,6 @@ class Checkpoints:
             reason = getattr(cause, "strerror", None) or first_line(cause)
             intact = next((path for path in self.paths() if is_intact(path)), None)
             earlier = "there is no earlier one" if intact is None else f"that of step {step_of(intact)} is intact"
-            with suppress(OSError):  # unless it holds checkpoints
-                self.folder.rmdir()
             raise MctfError(
                 f"the checkpoint of step {step} cannot be written ({reason}), {earlier}: make room, then --resume"
             ) from None

@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import save
 from torch import nn
 
-from .._utils import atomic_file
+from .._utils import atomic_file, plural
 from ..api import find_stack, unfuse
 from ..data import Batch, EvalLoader, Preprocessing, open_dataset
+from ..distributed import all_gather_object
 from ..errors import MctfError
 from ..evaluation.evaluate import Evaluation, Setting, evaluate
 from ..methods._layers import full_state_dict, split_state_dict, stash_layers
@@ -74,8 +76,14 @@ def evaluate_final(
         batch_size=recipe.batch,
         workers=recipe.workers,
         device=distributed.device,
+        on_corrupt="skip",  # training is over: an unreadable image must not cost its result
     )
     method = recipe.method if recipe.fuses else "mctf"
     options = tuple(recipe.method_options.items())
     settings = [Setting(method, r, recipe.blocks, options) for r in recipe.evaluate_r]
-    return evaluate(model, on_batches(batches, len(batches)), settings)
+    evaluation = evaluate(model, on_batches(batches, len(batches)), settings)
+    skipped = sum(all_gather_object(batches.skipped))
+    if skipped:
+        note = f"{plural(skipped, 'unreadable validation image')} left out"
+        evaluation = replace(evaluation, notes=(*evaluation.notes, note))
+    return evaluation
