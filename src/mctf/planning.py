@@ -9,7 +9,7 @@ from torch import nn
 
 from ._utils import format_blocks, format_counts, parse_image_size
 from .core.flops import Cost
-from .core.schedule import Amount, Reduction, ReductionSpec, make_schedule, read_blocks, reductions
+from .core.schedule import Amount, Reduction, ReductionSpec, make_schedule, plain_r, read_blocks, reductions
 from .errors import MctfError, shown
 from .hosts import Architecture, find_host
 from .methods import make_method
@@ -129,7 +129,7 @@ def plan(
     own, _ = split_state_dict(dict(module.named_parameters()))
     parameters = learned + sum(value.numel() for value in own.values())
     architecture = replace(architecture, reads_every_token=architecture.reads_every_token or dense)
-    return replace(_plan(architecture, chosen, schedule, r), parameters=parameters, learned_parameters=learned)
+    return replace(_plan(architecture, chosen, schedule, plain_r(r)), parameters=parameters, learned_parameters=learned)
 
 
 def _plan(architecture: Architecture, method: Method, schedule: Sequence[Amount], r: ReductionSpec) -> Plan:

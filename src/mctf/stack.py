@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, nn
 
 from .core.positions import TokenPositions, positions_after
-from .core.schedule import Amount, ReductionSpec, make_schedule, reductions, stage_of
+from .core.schedule import Amount, ReductionSpec, make_schedule, plain_r, reductions, stage_of
 from .core.selection import fill_padding
 from .errors import MctfError
 from .methods.base import BlockContext, BlockOps, BlockOutput, Method
@@ -135,7 +135,7 @@ class FusedStack(nn.Module):
     def set_r(self, r: ReductionSpec) -> None:
         """Change the schedule; takes effect with the next forward pass."""
         self.schedule = self.make_schedule(r)
-        self.r = r
+        self.r = plain_r(r)
 
     def make_schedule(self, r: ReductionSpec) -> tuple[Amount, ...]:
         """One amount per block from r and the blocks that this model was fused with.
