@@ -27,8 +27,9 @@ def lock_folder(folder: Path, *, doing: str, option: str) -> Iterator[None]:
     that were created meanwhile, this one or in it, and are empty. A file system without locks gives a warning.
     doing: in the error message, as in "trains in". option: names another folder.
     """
-    absent = [part for part in (folder, *folder.parents) if not part.exists()]
+    absent: list[Path] = []
     try:
+        absent = [part for part in (folder, *folder.parents) if not part.exists()]
         handle = _acquire(folder, doing=doing, option=option)
     except OSError as failure:
         _remove(absent)

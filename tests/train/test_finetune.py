@@ -1,6 +1,5 @@
 """`mctf finetune`: in one process and in two, interrupted, killed and resumed, refused with one line."""
 
-import csv
 import json
 import os
 import resource
@@ -10,15 +9,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import timm
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import mctf.cli
 from helpers.command_line import Command
+from helpers.finetuning import arguments, assert_same, steps_logged
 from helpers.torchrun import Running, run_together, run_torchrun, write_stripes
 from helpers.train_feeds import read_log
 from mctf import MctfError
@@ -39,36 +40,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     return Command(monkeypatch, capfd, "finetune")
-
-
-def arguments(place: Path, output: Path, *more: object, batch: int = 16) -> list[object]:
-    """A run of 30 steps with every option whose state a checkpoint must cover."""
-    tiny = ["test_vit", "--random-weights", "--image-size", 64, "-r", 2, "--batch", batch, "--device", "cpu"]
-    course = ["--epochs", 5, "--lr", 1e-3, "--drop-path", 0.1, "--ema", 0.9, "--augmentation", "weak"]
-    keeping = ["--data", place / "train", "--output", output, "--save-steps", 5, "--log-steps", 1]
-    return [*tiny, *course, *keeping, *more]
-
-
-def steps_logged(output: Path) -> int:
-    path = output / "log.csv"
-    return max(0, path.read_text().count("\n") - 1) if path.exists() else 0
-
-
-def result(output: Path) -> tuple[dict[str, bytes], list[list[str]]]:
-    """All weights as bytes, and the log without its times."""
-    weights = {
-        f"{name} {key}": value.numpy().tobytes()
-        for name in ("model.safetensors", "model-raw.safetensors")
-        for key, value in load_file(output / name).items()
-    }
-    with (output / "log.csv").open(newline="") as file:
-        return weights, [row[:3] + row[4:] for row in csv.reader(file)]
-
-
-def assert_same(actual: Path, expected: Path) -> None:
-    """The same weights bit for bit, the same log line for line."""
-    assert result(actual)[1] == result(expected)[1]
-    assert result(actual)[0] == result(expected)[0]
 
 
 def resume_arguments(printed: str) -> list[str]:
@@ -235,8 +206,9 @@ class TestUsedFolders:
         output = place / "finished"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.argv", ["mctf", "finetune", *map(str, short(place, output))])
-            with pytest.raises(SystemExit, match="0"):
+            with suppress(SystemExit):
                 mctf.cli.main()
+        assert (output / "model.safetensors").exists()
         return output
 
     @pytest.mark.parametrize("resume", [(), ("--resume",)])
@@ -301,6 +273,13 @@ class TestUsedFolders:
         (tmp_path / "checkpoints").write_text("in the way")
         assert "checkpoints is not a folder: name another --output" in run.refusal(*short(place, tmp_path))
         assert listing(tmp_path) == {"checkpoints": b"in the way"}
+
+    @pytest.mark.parametrize("name", ["train", "train/run", "val/direction0"])
+    def test_a_folder_of_images(self, place: Path, run: Command, name: str) -> None:
+        before = listing(place)
+        line = run.refusal(*short(place, place / name, "--validation", place / "val"))
+        assert "lies among the images of" in line
+        assert listing(place) == before
 
     def test_a_folder_in_use(self, place: Path, finished: Path, run: Command) -> None:
         before = listing(finished)

@@ -316,6 +316,22 @@ class TestStopping:
             assert torch.equal(labels, expected[1])
         assert [step_of(path) for path in trainer.checkpoints.paths()] == [3, 2]  # later weights are not finite
 
+    def test_batches_that_cannot_be_saved_leave_no_half_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(payload: Any, file: Any) -> None:
+            file.write(b"half")
+            raise OSError(28, "No space left on device")
+
+        feed = Stripes(steps=2)
+        feed.broken = (0, 0)
+        monkeypatch.setattr(torch, "save", full)
+        with pytest.raises(
+            MctfError, match=r"step 1; its images cannot be saved \(.*No space left on device\): lower lr"
+        ):
+            finish(make_trainer(tmp_path, feed=feed))
+        assert list(tmp_path.iterdir()) == []
+
     def test_the_last_step_is_checked(self, tmp_path: Path) -> None:
         feed = Stripes(steps=2)
         feed.broken = (2, 1)

@@ -13,7 +13,7 @@ from .._utils import plural
 from ..errors import MctfError
 from ..train.config import OLD_NAMES, Recipe, flag, read_recipe, read_toml
 from .options import json_option, options_option, parse_options
-from .output import give_json, say_nothing
+from .output import check_folder, give_json, say_nothing
 from .progress import Command, progress, steps_bar, ticking
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ def _finetune(recipe: Recipe, *, resume: bool, bar: bool | None, as_json: bool) 
     from ..train.build import start_run
 
     set_threads(recipe.threads)
+    validation = None if recipe.validation is None else str(recipe.validation)
+    check_folder(recipe.output, "--output", inputs=(recipe.data, *recipe.data.split(","), validation))
     with init_distributed(pick_device(recipe.device)) as distributed, ExitStack() as held:
         lock = lock_folder(recipe.output, doing="trains in", option="--output")
         on_main(distributed, lambda: held.enter_context(lock))

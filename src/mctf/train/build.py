@@ -196,7 +196,9 @@ def build_around(
     """
     steps = Steps(feed.steps(), recipe.accumulate, recipe.total_epochs)
     if steps.total == 0:
-        raise MctfError(f"{feed.num_images} images are too few for one step of this size: lower batch or accumulate")
+        raise MctfError(
+            f"{plural(feed.num_images, 'image')} cannot fill one step of this size: lower batch or accumulate"
+        )
     model.to(distributed.device)
     if recipe.channels_last:
         model.to(memory_format=torch.channels_last)

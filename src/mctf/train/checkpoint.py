@@ -97,7 +97,9 @@ class RunState:
             processes = plural(state["world_size"], "process", "processes")
             differences.append(f"{processes} there, {self.world_size} here")
         if state["steps_per_epoch"] != self.steps.per_epoch:
-            differences.append(f"{state['steps_per_epoch']} steps per epoch there, {self.steps.per_epoch} here")
+            differences.append(
+                f"{plural(state['steps_per_epoch'], 'step')} per epoch there, {self.steps.per_epoch} here"
+            )
         inputs = state.get("inputs", {})
         for name, digest in self.inputs.items():
             if isinstance(inputs, dict) and inputs.get(name, digest) != digest:

@@ -7,6 +7,7 @@ Axes: B images, 3 H W.
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from .._utils import file_digest, first_line
+from .._utils import atomic_file, file_digest, first_line
 from ..core.schedule import Amount
 from ..data.feed import Feed
 from ..data.sampler import generator_for, seed_of
@@ -189,7 +190,8 @@ class Trainer:
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(payload, path)
+            with atomic_file(path.with_name(f".{path.name}.{os.getpid()}"), lambda: path) as file:
+                torch.save(payload, file)
             saved = f"its images are in {path}"
         except (OSError, RuntimeError) as failure:
             saved = f"its images cannot be saved ({first_line(failure)})"
