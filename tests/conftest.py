@@ -1,11 +1,13 @@
 """Settings for every test: one thread a worker, the same random numbers each time, quiet libraries."""
 
 import logging
+import os
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+os.environ["COLUMNS"] = "120"  # xdist sets the width of its own terminal
 torch.set_num_threads(1)  # the suite runs in two processes: more threads would only wait for each other
 
 # helpers that assert: a failure shows the values, as it does in a test

@@ -99,7 +99,8 @@ def check_target(path: Path) -> None:
         if failure.errno != errno.ENOENT:
             raise _unwritable(path, failure) from None
         if not folder.is_dir():
-            raise MctfError(f"there is no folder {folder} to write {path.name} into: create it first") from None
+            named = folder if path.is_symlink() else path.parent
+            raise MctfError(f"there is no folder {named} to write {path.name} into: create it first") from None
     else:
         if stat.S_ISDIR(facts.st_mode):
             raise MctfError(f"{path} is a folder: give the name of a file to write")

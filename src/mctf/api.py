@@ -45,6 +45,7 @@ def fuse(
     r = chosen_method.default_r if r is None else r
     default_blocks = chosen_method.default_blocks(host.depth)
     schedule = make_schedule(r, depth=host.depth, blocks=block_numbers, default_blocks=default_blocks)
+    chosen_method.check_schedule(schedule)
     layers = None
     if chosen_method.learned:
         layers = make_layers(model, chosen_method, host.architecture(None).blocks, schedule)

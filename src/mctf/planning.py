@@ -9,7 +9,7 @@ from torch import nn
 
 from ._utils import format_blocks, format_counts, parse_image_size
 from .core.flops import Cost
-from .core.schedule import Amount, Reduction, ReductionSpec, make_schedule, read_blocks, reductions
+from .core.schedule import Amount, Reduction, ReductionSpec, make_schedule, plain_r, read_blocks, reductions
 from .errors import MctfError, shown
 from .hosts import Architecture, find_host
 from .methods import make_method
@@ -122,13 +122,14 @@ def plan(
     depth = len(architecture.blocks)
     r = chosen.default_r if r is None else r
     schedule = make_schedule(r, depth=depth, blocks=read_blocks(blocks), default_blocks=chosen.default_blocks(depth))
+    chosen.check_schedule(schedule)
     with torch.device("meta"):
         layers = chosen.make_layers(architecture.blocks, schedule)
     learned = 0 if layers is None else sum(value.numel() for value in layers.parameters())
     own, _ = split_state_dict(dict(module.named_parameters()))
     parameters = learned + sum(value.numel() for value in own.values())
     architecture = replace(architecture, reads_every_token=architecture.reads_every_token or dense)
-    return replace(_plan(architecture, chosen, schedule, r), parameters=parameters, learned_parameters=learned)
+    return replace(_plan(architecture, chosen, schedule, plain_r(r)), parameters=parameters, learned_parameters=learned)
 
 
 def _plan(architecture: Architecture, method: Method, schedule: Sequence[Amount], r: ReductionSpec) -> Plan:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, nn
 
 from .core.positions import TokenPositions, positions_after
-from .core.schedule import Amount, ReductionSpec, make_schedule, reductions, stage_of
+from .core.schedule import Amount, ReductionSpec, make_schedule, plain_r, reductions, stage_of
 from .core.selection import fill_padding
 from .errors import MctfError
 from .methods.base import BlockContext, BlockOps, BlockOutput, Method
@@ -121,9 +121,9 @@ class FusedStack(nn.Module):
         self.dense = dense
         self.blocks = None if blocks is None else tuple(block % len(self) for block in blocks)
         self.schedule: tuple[Amount, ...] = ()
+        self._layers = (layers,)  # in a tuple: not to be registered
         self.set_r(r)
         self.bound_block: type[BoundBlock] = BoundBlock  # what an iteration yields; a host may have its own kind
-        self._layers = (layers,)  # in a tuple: not to be registered
         self._container = (container,)  # in a tuple: as an attribute it would register all blocks twice
         self._observers: list[Observer] = []
 
@@ -135,15 +135,26 @@ class FusedStack(nn.Module):
     def set_r(self, r: ReductionSpec) -> None:
         """Change the schedule; takes effect with the next forward pass."""
         self.schedule = self.make_schedule(r)
-        self.r = r
+        self.r = plain_r(r)
 
     def make_schedule(self, r: ReductionSpec) -> tuple[Amount, ...]:
-        """One amount per block from r and the blocks that this model was fused with."""
+        """One amount per block from r and the blocks that this model was fused with.
+
+        Raises MctfError where the method cannot follow it, or has no layers for a block.
+        """
         default_blocks = self.method.default_blocks(len(self))
         per_block = isinstance(r, Sequence) and not isinstance(r, str)  # it names every block itself
-        return make_schedule(
+        schedule = make_schedule(
             r, depth=len(self), blocks=None if per_block else self.blocks, default_blocks=default_blocks
         )
+        self.method.check_schedule(schedule)
+        if self.layers is not None:
+            lacking = next(
+                (index for index, amount in enumerate(schedule) if amount and str(index) not in self.layers), None
+            )
+            if lacking is not None:
+                raise MctfError(self.method.lacks_layers(lacking))
+        return schedule
 
     def fuses(self) -> bool:
         """Whether any block reduces its tokens."""

@@ -19,6 +19,7 @@ import torch
 
 from helpers.command_line import Command, Outcome
 from helpers.images import write_folder, zip_folder
+from mctf.cli import _COMMANDS
 from mctf.models.loading import load_model
 
 Files = dict[str, str]  # paths by the names that commands of the tables put into braces
@@ -131,7 +132,8 @@ def refused(
         assert says in lines[0], outcome
         left = sorted(str(path.relative_to(workdir)) for path in workdir.rglob("*"))
         assert not left, f"written: {left}"
-        record_property("cases", [line.split()[0] if line.split() else "mctf", 1])
+        verb = line.split()[0]
+        record_property("cases", [verb if verb in _COMMANDS else "mctf", 1])
         return lines[0]
 
     return call

@@ -305,7 +305,7 @@ TRAINING = [
     (FINETUNE + " --lr x", "lr"),
     (FINETUNE + " --min-lr 1", "min_lr"),
     (FINETUNE + " --batch 0", "batch"),
-    (FINETUNE + " --batch 1000", "do not fill one batch"),
+    (FINETUNE + " --batch 1000", "one batch"),
     (FINETUNE + " --batch " + "9" * 30, "batch"),
     (FINETUNE + " --epochs 0", "epochs"),
     (FINETUNE + " --epochs 1.5", "epochs"),

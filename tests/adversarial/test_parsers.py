@@ -80,6 +80,12 @@ def bounded() -> Iterator[None]:
     assert time.perf_counter() - start < SECONDS
 
 
+@pytest.fixture(autouse=True)
+def _count(request: pytest.FixtureRequest, record_property: Record) -> None:
+    if getattr(request.function, "is_hypothesis_test", False):
+        record_property("cases", ["parsers", EXAMPLES])
+
+
 def fuzz(strategy: Any) -> Callable[[Any], Any]:
     def decorate(test: Any) -> Any:
         return settings(max_examples=EXAMPLES, phases=[Phase.explicit, Phase.generate])(given(strategy)(test))

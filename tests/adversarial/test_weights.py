@@ -393,7 +393,7 @@ REFUSED_DIRECTORIES: dict[str, tuple[Callable[[Path], object], str]] = {
         "cannot be read as weights",
     ),
     "nan_weights": (edit_weights(lambda value: value * NAN), "NaN or infinite values in"),
-    "int_weights": (edit_weights(lambda value: value.to(torch.int8)), "as int8"),
+    "int_weights": (edit_weights(lambda value: value.to(torch.int8)), "as I8"),
     "pickled_object": (pickled(lambda folder, state: {**state, "x": Trap(folder / "sprung")}), "holds Python objects"),
     "preprocessing": (lambda folder: (folder / "preprocessor_config.json").write_text("[]"), "cannot be loaded"),
 }

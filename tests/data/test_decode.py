@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import struct
+import sys
 import threading
 import warnings
 import zlib
@@ -189,6 +190,17 @@ class TestQuiet:
             done.set()
             thread.join()
         assert [str(each.message) for each in caught] == ["other"]
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="found by the files that Linux lists")
+    def test_libtiff(self, capfd: pytest.CaptureFixture[str]) -> None:
+        buffer = io.BytesIO()
+        make_picture(0).save(buffer, "TIFF", compression="tiff_deflate")
+        content = bytearray(buffer.getvalue())
+        start = Image.open(buffer).tag_v2[273][0]  # type: ignore[attr-defined]  # where the pixels are
+        content[start + 2 : start + 42] = bytes(range(40))
+        with pytest.raises(MctfError, match="decoder error"):
+            decode(bytes(content))
+        assert capfd.readouterr().err == ""
 
     def test_log_of_pillow(self) -> None:
         """With a handler of its own, Python does not print its errors on stderr."""

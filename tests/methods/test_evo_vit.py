@@ -24,7 +24,7 @@ from helpers.naive import (
 )
 from helpers.reference import Groups, Tokens
 from helpers.reference_blocks import Pieces
-from mctf import MctfError
+from helpers.refusals import assert_refused
 
 SCHEDULE = [0, 0.5, 0.5, 0.5]
 
@@ -141,6 +141,9 @@ def test_gradients_reach_every_parameter() -> None:
 
 
 def test_a_first_block_that_has_nothing_to_choose_by_is_refused() -> None:
-    model = mctf.fuse(make("plain"), "evo_vit", r=[0.5] * 4)
-    with pytest.raises(MctfError, match="the attention of the block before: r must be 0 in block 0"):
-        model(make_images(model, 1))
+    model = make("plain")
+    message = "the attention of the block before: r must be 0 in block 0"
+    assert_refused(model, message, lambda: mctf.fuse(model, "evo_vit", r=[0.5] * 4))
+    assert_refused(model, message, lambda: mctf.plan(model, method="evo_vit", r=[0.5] * 4))
+    mctf.fuse(model, "evo_vit")
+    assert_refused(model, message, lambda: mctf.set_r(model, [0.5] * 4))

@@ -145,9 +145,8 @@ class TestFresh:
 
     def test_a_block_without_layers_cannot_decide(self) -> None:
         model = mctf.fuse(make("plain"), "ia_red2")
-        mctf.set_r(model, [0, 0, 1, 0])
         with pytest.raises(MctfError, match="ia_red2 has no layers for block 2: unfuse the model"):
-            model(make_images(model, 1))
+            mctf.set_r(model, [0, 0, 1, 0])
 
 
 class TestTraining:

@@ -36,7 +36,7 @@ def parse_batches(text: str) -> list[int]:
     except ValueError:
         batches = []
     if not batches or min(batches) < 1 or max(batches) > _LARGEST_BATCH:
-        raise MctfError(f"--batch {text!r} is not a list of positive numbers up to {_LARGEST_BATCH:,}: write 1,8,64")
+        raise MctfError(f"--batch {text!r} is not a list of positive numbers: write 1,8,64")
     return batches
 
 

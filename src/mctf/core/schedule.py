@@ -102,6 +102,16 @@ def make_schedule(
     return tuple(amount if block in chosen else 0 for block in range(depth))
 
 
+def plain_r(r: ReductionSpec) -> ReductionSpec:
+    """A checked r in Python's own numbers, and a list as one of its own: it is printed, saved and compared."""
+    if isinstance(r, str):
+        return r
+    if isinstance(r, Sequence):
+        amounts = [_check_amount(amount) for amount in r]
+        return amounts if isinstance(r, list) else tuple(amounts)
+    return _check_amount(r)
+
+
 def _preset_error(r: str) -> str:
     try:
         float(r)

@@ -1,5 +1,6 @@
 """From a file to an RGB image: the one place that reads and decodes, within limits on what one image may cost."""
 
+import ctypes
 import errno
 import io
 import logging
@@ -9,6 +10,7 @@ import stat
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -197,8 +199,24 @@ def _to_rgb(image: Image.Image, form: str | None) -> Image.Image:
 
 @cache
 def _formats() -> list[str]:
+    """The formats that this Pillow knows; the first call also silences libtiff."""
     Image.init()
+    _silence_libtiff()
     return [name for name in _FORMATS if name in Image.OPEN]
+
+
+def _silence_libtiff() -> None:
+    """Keep libtiff from printing on stderr: for damaged files it does so once per line of pixels.
+
+    Pillow offers no switch. Where the library is not found under its name, it goes on printing.
+    """
+    with suppress(OSError, AttributeError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        for path in {line.split(maxsplit=5)[-1] for line in lines if "libtiff" in line}:
+            library = ctypes.CDLL(path)
+            for setter in (library.TIFFSetErrorHandler, library.TIFFSetWarningHandler):
+                setter.restype, setter.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+                setter(None)
 
 
 class _Decoding(threading.local):

@@ -14,7 +14,7 @@ from ..models.class_names import IMAGENET_CLASSES, TINY_IMAGENET_CLASSES, class_
 from .decode import ReadLimits, UnreadableError, read_file
 
 _TABLE_LIMITS = ReadLimits(max_bytes=2**26)
-_MAX_CLASSES = 10_000_000
+_MAX_CLASSES = 1_000_000
 _MAX_DIGITS = 9
 _TABLE_FORMAT = "expected lines of index, folder and name between tabs"
 

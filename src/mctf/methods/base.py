@@ -193,6 +193,9 @@ class Method(ABC):
         """This method for a model with or without a class token; raises MctfError where it cannot work."""
         return self
 
+    def check_schedule(self, schedule: Sequence[Amount]) -> None:  # noqa: B027 (most methods follow any schedule)
+        """Raise MctfError for amounts per block that the method cannot follow."""
+
     def default_blocks(self, depth: int) -> Iterable[int]:
         """The blocks that reduce tokens where the user names none: all but the first."""
         return range(1, depth)
@@ -237,11 +240,14 @@ class Method(ABC):
     def layers_of(self, ctx: BlockContext) -> nn.Module:
         """The learned layers of this block; raises MctfError where there are none."""
         if ctx.layers is None:
-            raise MctfError(
-                f"{self.name} has no layers for block {ctx.index}: unfuse the model, and fuse it with this r from the "
-                "beginning"
-            )
+            raise MctfError(self.lacks_layers(ctx.index))
         return ctx.layers
+
+    def lacks_layers(self, block: int) -> str:
+        """The error for a block that was fused without reducing its tokens, and now should."""
+        return (
+            f"{self.name} has no layers for block {block}: unfuse the model, and fuse it with this r from the beginning"
+        )
 
     def restore_tokens(self, x: Tensor, method_state: Any) -> Tensor | None:
         """One token per input token in place of the last block's output x; None to leave x as it is."""

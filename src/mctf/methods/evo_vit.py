@@ -29,6 +29,8 @@ from ..core.selection import TopK, keep_topk
 from ..errors import MctfError
 from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, check_class_token
 
+_NOT_FIRST = "evo_vit selects by the attention of the block before: r must be 0 in block 0"
+
 
 @dataclass(frozen=True)
 class _Attention:
@@ -63,6 +65,10 @@ class EvoViT(Method):
         check_class_token(self.name, class_token)
         return self
 
+    def check_schedule(self, schedule: Sequence[Amount]) -> None:
+        if any(schedule[:1]):
+            raise MctfError(_NOT_FIRST)
+
     def default_blocks(self, depth: int) -> range:
         return range(_stages(depth)[0], depth)
 
@@ -83,7 +89,7 @@ class EvoViT(Method):
             whole = received if attention is None else (attention.whole + received) / 2
             return BlockOutput(x, None, informativeness=whole, method_state=_Attention(whole))
         if attention is None:
-            raise MctfError("evo_vit selects by the attention of the block before: r must be 0 in block 0")
+            raise MctfError(_NOT_FIRST)
         selected, keep = attention.selected, x.shape[1] - ctx.protected - ctx.r
         new_stage = ctx.index in _stages(ctx.depth) or (ctx.training and self.every_block)
         if selected is None or selected.assignment.count != ctx.protected + keep or new_stage:

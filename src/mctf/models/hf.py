@@ -3,12 +3,11 @@
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import torch
 from torch import nn
 
 from .._utils import first_line, optional_import
@@ -16,7 +15,7 @@ from ..errors import MctfError, is_out_of_memory
 from ..hosts import find_host
 from .hf_images import ImageModel, read_preprocessing
 from .loading import WeightsUnavailableError, cached_file
-from .state_dict import check_kind, check_values, explain_failure, read_state_dict
+from .state_dict import check_floating, check_values, explain_failure
 
 _EXPECTED = "a directory written by save_pretrained, or a name on the model hub"
 _PREPROCESSING_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -88,8 +87,9 @@ def _check_exists(source: str) -> None:
     """Raise MctfError within seconds; transformers retries for most of a minute."""
     if not source.strip():
         raise MctfError(f"hf: names no model: give hf: and {_EXPECTED}")
-    if Path(source).is_dir():
-        return
+    with suppress(OSError):  # a name that no file system takes
+        if Path(source).is_dir():
+            return
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise MctfError(f"there is no directory {source}: give hf: and {_EXPECTED}")
     try:
@@ -122,9 +122,7 @@ def _check_files(transformers: Any, source: str, config: Any) -> None:
     for name in ("model.safetensors", "pytorch_model.bin"):
         path = transformers.utils.cached_file(source, name, _raise_exceptions_for_missing_entries=False)
         if path is not None:
-            for key, value in read_state_dict(Path(path)).items():
-                if key.endswith((".weight", ".bias")):
-                    check_kind(key, value.dtype, torch.float32, f"hf:{source}")
+            check_floating(Path(path), f"hf:{source}")
             return
 
 

@@ -162,6 +162,28 @@ def _unusable(value: Tensor, capacity: int) -> str | None:
     return None
 
 
+def check_floating(path: Path, source: str) -> None:
+    """Raise MctfError for weights or biases that are no floating point; of a .safetensors file the header is read."""
+    if not _is_safetensors(*_begin(path)):
+        for key, value in read_state_dict(path).items():
+            if key.endswith((".weight", ".bias")):
+                check_kind(key, value.dtype, torch.float32, source)
+        return
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            names = file.keys()
+            kinds = {key: file.get_slice(key).get_dtype() for key in names if key.endswith((".weight", ".bias"))}
+    except Exception as failure:  # damaged files raise errors of many classes
+        raise MctfError(f"{path} {explain_failure(failure)}") from None
+    for key, kind in kinds.items():
+        if not kind.startswith(("F", "BF")):
+            raise MctfError(
+                f"{source} holds {key} as {kind}, and the model computes in float32: save it as floating point"
+            )
+
+
 def fit_state_dict(state: Mapping[str, Tensor], model: nn.Module, source: str) -> dict[str, Tensor]:
     """The state_dict in the dtypes of the model; raises MctfError that names the tensor where it is another model's."""
     own = model.state_dict()
