@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core import attention as core_attention
+from ..core import clustering as core_clustering
 from ..core import matching as core_matching
 from ..core.assignment import Assignment, joint_weights
 from ..core.attention import ReceivedAttention
@@ -141,6 +142,20 @@ def match(
     return by(scores, r, protected=protected), a
 
 
+@torch.no_grad()
+def cluster(
+    x: Tensor, received: Tensor, sizes: Tensor | None, *, r: int, protected: int, rounds: int
+) -> tuple[Assignment, Tensor]:
+    """The assignment of N tokens (x: B N C, sizes: B N) to N - r slots by Ward's cost; see `core.clustering`.
+
+    Also the informativeness of each token, B N, above 0: the sum of `received` (B G N) over G.
+    """
+    a = core_attention.total_received(received)
+    weights = a if sizes is None else a * sizes
+    distances = core_clustering.squared_distances(x, protected=protected)
+    return core_clustering.cluster(distances, weights, r, protected=protected, rounds=rounds), a
+
+
 @overload
 def merge(
     x: Tensor,
@@ -150,6 +165,7 @@ def merge(
     sizes: Tensor | None = None,
     by_size: bool = False,
     also: None = None,
+    keep_norm: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def merge(
@@ -160,6 +176,7 @@ def merge(
     sizes: Tensor | None = None,
     by_size: bool = False,
     also: Tensor,
+    keep_norm: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def merge(
     x: Tensor,
@@ -169,6 +186,7 @@ def merge(
     sizes: Tensor | None = None,
     by_size: bool = False,
     also: Tensor | None = None,
+    keep_norm: bool = False,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Merge the tokens of each slot: their weighted mean, B N C -> B M C, and the sum of their sizes, B M.
 
@@ -177,7 +195,7 @@ def merge(
     by_size: a token's weight is multiplied by its size.
     also: B N C', merged by the same weights; its mean is returned between those of x and the sizes.
     """
-    if use_kernels(x) and (also is None or use_kernels(also)):
+    if use_kernels(x) and (also is None or use_kernels(also)) and not keep_norm:
         train = _needs_grad(x) if also is None else _needs_grad(x, also)
         x_mean, also_mean, totals, _ = pooling_ops.pool(
             x, also, weights, sizes, by_size, assignment.slots, *assignment.members(), train
@@ -186,4 +204,14 @@ def merge(
     counts = core_attention.at_least_float32(torch.ones_like(x[..., 0])) if sizes is None else sizes
     joint = joint_weights(weights, counts, by_size)
     x_mean, totals = assignment.pool(x, joint), assignment.total(counts)
+    if keep_norm:
+        x_mean = _with_mean_norm(x_mean, x, assignment, joint)
     return (x_mean, totals) if also is None else (x_mean, assignment.pool(also, joint), totals)
+
+
+def _with_mean_norm(mean: Tensor, x: Tensor, assignment: Assignment, weights: Tensor) -> Tensor:
+    """Means of slots (B M C) with the weighted mean of their members' norms."""
+    norms = torch.linalg.vector_norm(x, dim=2, keepdim=True, dtype=weights.dtype)
+    wanted = assignment.pool(norms, weights)
+    own = torch.linalg.vector_norm(mean, dim=2, keepdim=True, dtype=weights.dtype)
+    return mean * (wanted / own.clamp_min(core_attention.TINY)).to(mean.dtype)

@@ -23,6 +23,7 @@ from .ia_red2 import IARED2
 from .mctf import MCTF, MCTFExact
 from .spvit import SPViT
 from .tome import ToMe
+from .ward import Ward
 
 __all__ = [
     "Assignment",
@@ -60,7 +61,22 @@ def register_method(cls: type[Method]) -> type[Method]:
     return cls
 
 
-for _cls in (MCTF, MCTFExact, ToMe, EViT, BAT, ATS, AViT, IARED2, DynamicViT, SPViT, EvoViT, RandomDrop, FreeDrop):
+for _cls in (
+    MCTF,
+    MCTFExact,
+    Ward,
+    ToMe,
+    EViT,
+    BAT,
+    ATS,
+    AViT,
+    IARED2,
+    DynamicViT,
+    SPViT,
+    EvoViT,
+    RandomDrop,
+    FreeDrop,
+):
     register_method(_cls)
 
 

@@ -1,0 +1,70 @@
+"""Ward: tokens clustered by Ward's cost, attention exact, from a quarter of the depth on.
+
+A token weighs as much as the attention it receives times its size. Two tokens are fused where that adds least to the
+weighted squared error of the tokens. There is no temperature and nothing to train.
+
+Axes: B images, N tokens, M = N - r tokens after fusion, C channels.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from .. import kernels
+from ..core.flops import BlockShape
+from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, check_whole, run_unfused
+
+
+@dataclass(frozen=True)
+class Ward(Method):
+    """Options are the parts that can be changed; the defaults are the method.
+
+    rounds: of clustering per block; more come closer to fusing one pair at a time.
+    proportional: add log(size) to the attention logits of fused keys.
+    norm: give a fused token the mean norm of its members; their mean alone is shorter.
+    """
+
+    rounds: int = 4
+    proportional: bool = True
+    norm: bool = True
+    informativeness: str = "auto"
+
+    name: ClassVar[str] = "ward"
+    summary: ClassVar[str] = "Ward's clustering of tokens weighted by attention and size, attention exact; no training"
+    default_r: ClassVar[float] = 0.18
+    min_tokens: ClassVar[int] = 10
+
+    def __post_init__(self) -> None:
+        check_whole(1, most=64, rounds=self.rounds)
+        check_bool(proportional=self.proportional, norm=self.norm)
+
+    def resolve(self, *, class_token: bool) -> Self:
+        return replace(self, informativeness="both" if class_token else "mean")
+
+    def default_blocks(self, depth: int) -> range:
+        """From a quarter of the depth on, but for the last block: 3 to 10 of twelve."""
+        return range(depth // 4, max(depth // 4 + 1, depth - 1))
+
+    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
+        """Attend with all tokens, then fuse tokens and context before projection and MLP."""
+        key_sizes = sizes if self.proportional else None
+        if ctx.r == 0:
+            return BlockOutput(run_unfused(block, x, key_sizes), sizes)
+        h = block.norm1(x)
+        q, k, v = block.queries_keys_values(h)
+        context, received = block.attend_with_received(q, k, v, sizes=key_sizes, rows=self.informativeness)
+        context = block.finish_context(context, h)
+        assignment, a = kernels.cluster(x, received, sizes, r=ctx.r, protected=ctx.protected, rounds=self.rounds)
+        weights = a if sizes is None else a * sizes
+        x, context, new_sizes = kernels.merge(
+            x, assignment, weights=a, sizes=sizes, by_size=True, also=context, keep_norm=self.norm
+        )
+        x = block.add_mlp(block.add_attention(x, context))
+        return BlockOutput(x, new_sizes, assignment, weights, a)
+
+    def run_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int:
+        if r == 0:
+            return shape.plain(tokens)
+        matching = (tokens - protected) ** 2 * shape.channels
+        return shape.attention_branch(tokens) - shape.project(r) + matching + shape.mlp_branch(tokens - r)
