@@ -96,6 +96,8 @@ def test_all_errors_are_reported_at_once() -> None:
         ({"batch": 10**30}, "expected a whole number, at most"),
         ({"lr": 10**400}, "expected a number above 0, at most 1000"),
         ({"lr": 1e300}, "expected a number above 0, at most 1000"),
+        ({"repeated": 10**6}, "repeated = 1000000: expected a whole number, at most 1000"),
+        ({"ema": 1}, "ema = 1: expected a number 0 or more, below 1"),
         ({"clip": 10**400}, "expected a number above 0"),
         ({"lr": 5e-324, "min_lr": 0}, "lr = 4.94066e-324 is too far below layers_lr"),
         ({"weights": "a\0b"}, "weights = 'a\\x00b': "),

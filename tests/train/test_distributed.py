@@ -14,7 +14,7 @@ from helpers.images import write_folder
 from helpers.torchrun import run_together
 from mctf import MctfError
 from mctf.data import open_dataset
-from mctf.distributed import all_gather_object, broadcast_object, init_distributed
+from mctf.distributed import DistributedContext, all_gather_object, broadcast_object, init_distributed, on_main
 
 CPU = torch.device("cpu")
 
@@ -47,6 +47,47 @@ def test_a_single_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (context.rank, context.world_size, context.is_main, context.is_distributed) == (0, 1, True, False)
         assert all_gather_object("mine") == ["mine"]
         assert broadcast_object("mine") == "mine"
+
+
+@pytest.mark.parametrize("size", ["abc", "", "-1", "1.5"])
+def test_a_world_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with (
+        pytest.raises(MctfError, match=f"WORLD_SIZE={size} is not a number.*: start them with torchrun"),
+        init_distributed(CPU),
+    ):
+        pass
+
+
+def test_a_group_without_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(MctfError, match=r"the processes find no group \(.*RANK.*\): start them"), init_distributed(CPU):
+        pass
+
+
+def test_a_refusal_of_rank_0_is_raised_and_a_value_returned() -> None:
+    alone = DistributedContext(0, 1, CPU)
+    assert on_main(alone, lambda: 3) == 3
+
+    def refuse() -> None:
+        raise MctfError("no: do otherwise")
+
+    with pytest.raises(MctfError, match="no: do otherwise"):
+        on_main(alone, refuse)
+
+
+def test_a_lost_rank_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"init_process_group": None, "get_rank": 1, "get_world_size": 2}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
+    with (
+        pytest.raises(MctfError, match="process 1 lost another process, whose message says why"),
+        init_distributed(CPU),
+    ):
+        raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:4")
+    with pytest.raises(RuntimeError, match="shapes"), init_distributed(CPU):
+        raise RuntimeError("shapes do not fit")
 
 
 def rows(output: str) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class TestSteps:
         assert trainer.feed.calls == [(0, 0), (1, 0), (2, 0)]
 
     def test_too_few_images_for_a_step(self, tmp_path: Path) -> None:
-        with pytest.raises(MctfError, match="12 images are too few for one step of this size: lower batch or acc"):
+        with pytest.raises(MctfError, match="12 images cannot fill one step of this size: lower batch or acc"):
             make_trainer(tmp_path, accumulate=4)
 
     def test_one_step_is_adamw_on_the_loss(self, tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ class Recipe:
         None, optional(real(0, 1, above=True)), "Smallest area of a random crop; by the augmentation by default."
     )
     color_jitter: float = option(0.0, real(0, 1, below=True), "Largest change of brightness, contrast and saturation.")
-    repeated: int = option(1, integer(1), "Repeated augmentation: views per image in an epoch.")
+    repeated: int = option(1, integer(1, 1000), "Repeated augmentation: views per image in an epoch.")
     workers: int | None = option(None, optional(integer(0)), "Processes that read images.", affects_weights=False)
     in_memory: str = option("auto", choice("auto", "yes", "no"), "Decode all images once, augment on the device.")
     on_corrupt: str = option("skip", choice("skip", "stop"), "What to do about an unreadable image.")
@@ -234,7 +234,9 @@ class Recipe:
     layer_decay: float | None = option(None, optional(real(0, 1, above=True)), "Layer-wise learning-rate decay.")
     clip: float | None = option(None, optional(real(0, above=True)), "Clip the gradient to this norm.")
     accumulate: int = option(1, integer(1), "Gradient accumulation: batches per optimizer step.")
-    ema: float | None = option(None, optional(fraction), "Decay of the moving average of the weights, as 0.9998.")
+    ema: float | None = option(
+        None, optional(real(0, 1, below=True)), "Decay of the moving average of the weights, as 0.9998."
+    )
     seed: int = option(0, integer(0, 2**63 - 1), "Seed of all randomness.")
 
     dtype: str = option("float32", choice("float32", "bfloat16"), "bfloat16: mixed precision by autocast.")
