@@ -94,7 +94,7 @@ class TimmHost(Host):
     def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
         model = self.model
         height, width = image_size or self.image_size
-        images = torch.empty(1, getattr(model, "in_chans", 3), height, width, device="meta")
+        images = torch.empty(1, getattr(model, "in_chans", 3), height, width, dtype=torch.float32, device="meta")
         try:
             embedded, stem = count_on_meta(self.embedding, lambda embedding: embedding(images))
         except (AssertionError, RuntimeError) as refusal:

@@ -51,9 +51,9 @@ def make_layers(
 ) -> nn.ModuleDict | None:
     """The method's learned layers on the model's device and in its dtype, loaded from the stash where there is one.
 
-    Fresh values are drawn from torch's generator, whose state does not change.
+    Fresh values are drawn from torch's generator on the CPU, whose state does not change.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         layers = method.make_layers(shapes, schedule)
     if not layers:
         return None
