@@ -21,6 +21,7 @@ def fuse(
     r: ReductionSpec | None = None,
     blocks: Iterable[int] | None = None,
     dense: bool = False,
+    trim_last: bool | None = None,
     **options: object,
 ) -> nn.Module:
     """Make a Vision Transformer cheaper by fusing tokens, in place; `unfuse` takes it back.
@@ -31,11 +32,16 @@ def fuse(
     blocks: which blocks fuse; the method's choice by default (mctf: all but the first).
     dense: give one token per input token to whatever reads the model's tokens, for heads of your own on top of
         `forward_features`; by default a model that reads the class token alone keeps its tokens fused.
+    trim_last: let the last block compute queries, projection and MLP only for the tokens that the head reads, where it
+        reads the class token alone. Logits are the same, and `forward_features` returns only those tokens. By default
+        the method's choice: ward does, the published methods do not.
     options: the method's own, see `mctf.methods()` and the classes in `mctf.methods`.
 
     Everything is checked before the model is touched. Returns the same model.
     """
     check_bool(dense=dense)
+    if trim_last is not None:
+        check_bool(trim_last=trim_last)
     block_numbers = read_blocks(blocks)
     chosen_method = make_method(method, options)
     if find_stack(model) is not None:
@@ -49,7 +55,16 @@ def fuse(
     layers = None
     if chosen_method.learned:
         layers = make_layers(model, chosen_method, host.architecture(None).blocks, schedule)
-    stack = FusedStack(host.container, host, chosen_method, r=r, blocks=block_numbers, dense=dense, layers=layers)
+    stack = FusedStack(
+        host.container,
+        host,
+        chosen_method,
+        r=r,
+        blocks=block_numbers,
+        dense=dense,
+        trim_last=chosen_method.trims_last if trim_last is None else trim_last,
+        layers=layers,
+    )
     host.install(stack)
     if layers is not None:
         model.add_module(LAYERS, layers)

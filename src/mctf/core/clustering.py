@@ -20,6 +20,14 @@ from .assignment import Assignment
 from .matching import unit_rows
 
 
+def token_weights(informativeness: Tensor, sizes: Tensor | None) -> Tensor:
+    """The weight of each token, a * sqrt(s): B N.
+
+    The attention a that a token receives grows with its size already; times s, large tokens would never be fused.
+    """
+    return informativeness if sizes is None else informativeness * sizes.sqrt()
+
+
 def squared_distances(x: Tensor, *, protected: int) -> Tensor:
     """Squared distances between the unprotected tokens, each divided by its norm: B n n, float32 or wider."""
     unit = unit_rows(x[:, protected:])

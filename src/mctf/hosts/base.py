@@ -26,6 +26,7 @@ class Architecture:
     tokens: entering the first block, protected ones included. stem: multiply-adds before the blocks.
     head: multiply-adds after the blocks that are independent of the number of tokens; head_per_token: the others.
     second_head: multiply-adds of a second classifier per unprotected token, which published costs omit (LV-ViT).
+    reads_every_token, reads_protected_only: what follows the blocks, see `StackHost`.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Architecture:
     head_per_token: int
     reads_every_token: bool
     second_head: int = 0
+    reads_protected_only: bool = False
 
 
 class Host(StackHost):
@@ -74,6 +76,11 @@ class Host(StackHost):
     def reads_every_token(self) -> bool:
         """True by default: a model that iterates over its blocks always gets one token per input token."""
         return True
+
+    @property
+    def reads_protected_only(self) -> bool:
+        """False by default: nothing is known about the head."""
+        return False
 
     @property
     def uses_positions(self) -> bool:
