@@ -149,6 +149,15 @@ class SoftmaxAttention:
             q, k, v, sizes=sizes, scale=self.scale, rows=rows, dropout=dropout, bias=bias
         )
 
+    def first_queries(self, h: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """From the queries of all tokens; a host's class may save the others."""
+        q, k, v = self.queries_keys_values(h)
+        return q[:, :, :count], k, v
+
+    def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v with heads split."""
+        raise NotImplementedError
+
     def attention_map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:
         return attention.attention_map(q, k, sizes=sizes, scale=self.scale, bias=self.bias)
 
