@@ -412,6 +412,40 @@ def test_a_model_without_memory_fuses() -> None:
     assert model(torch.zeros(2, 3, 64, 64, device="meta")).shape == (2, 10)
 
 
+@pytest.fixture
+def default_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("default_float64")
+@pytest.mark.parametrize("method", _REGISTRY)
+def test_the_default_dtype_does_not_matter(method: str, model: Any, images: torch.Tensor) -> None:
+    mctf.fuse(model, method, r=4)
+    try:
+        with torch.no_grad():
+            assert run(model, images).dtype == torch.float32
+    finally:
+        mctf.unfuse(model)
+    gflops = mctf.plan(model, method=method, r=4).gflops
+    torch.set_default_dtype(torch.float32)
+    assert mctf.plan(model, method=method, r=4).gflops == gflops
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", _REGISTRY)
+def test_the_default_device_does_not_matter(method: str, model: Any, images: torch.Tensor) -> None:
+    with torch.device("meta"):
+        mctf.fuse(model, method, r=4)
+    try:
+        with torch.no_grad():
+            assert run(model, images).isfinite().all()
+    finally:
+        mctf.unfuse(model)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantized_model_fuses(images: torch.Tensor) -> None:
     from torch.ao.quantization import quantize_dynamic
