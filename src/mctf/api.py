@@ -1,6 +1,8 @@
 """fuse, unfuse, set_r: fuse a model in place, restore it, change the schedule."""
 
+import threading
 from collections.abc import Iterable
+from typing import cast
 
 from torch import nn
 
@@ -12,6 +14,8 @@ from .methods import make_method
 from .methods._layers import LAYERS, make_layers
 from .methods.base import check_bool
 from .stack import FusedStack
+
+_CHANGING = threading.RLock()  # two threads that fuse the same model would fuse it twice
 
 
 def fuse(
@@ -39,6 +43,19 @@ def fuse(
 
     Everything is checked before the model is touched. Returns the same model.
     """
+    with _CHANGING:
+        return _fuse(model, method, r=r, blocks=blocks, dense=dense, options=options)
+
+
+def _fuse(
+    model: nn.Module,
+    method: str,
+    *,
+    r: ReductionSpec | None,
+    blocks: Iterable[int] | None,
+    dense: bool,
+    options: dict[str, object],
+) -> nn.Module:
     check_bool(dense=dense)
     if trim_last is not None:
         check_bool(trim_last=trim_last)
@@ -73,10 +90,13 @@ def fuse(
 
 def unfuse(model: nn.Module) -> nn.Module:
     """Restore the model's own blocks in place; it computes bit for bit what it did before fusing."""
-    stack = fused_stack(model)
-    stack.host.uninstall(stack)
-    model._modules.pop(LAYERS, None)
-    return model
+    with _CHANGING:
+        stack = fused_stack(model)
+        stack.host.uninstall(stack)
+        for module in list(model.modules()):  # the fused model may be inside a wrapper
+            if stack.layers is not None and module._modules.get(LAYERS) is stack.layers:
+                del module._modules[LAYERS]
+        return model
 
 
 def set_r(model: nn.Module, r: ReductionSpec) -> None:
@@ -85,11 +105,14 @@ def set_r(model: nn.Module, r: ReductionSpec) -> None:
 
 
 def fused_stack(model: nn.Module) -> FusedStack:
-    """The fused stack inside a model; raises MctfError where there is none."""
-    stack = find_stack(model)
-    if stack is None:
+    """The fused stack inside a model; raises MctfError where there is none, or more than one."""
+    check_model(model)
+    stacks = [name for name, module in model.named_modules() if isinstance(module, FusedStack)]
+    if not stacks:
         raise MctfError("the model is not fused: run mctf.fuse(model, r=16) first")
-    return stack
+    if len(stacks) > 1:
+        raise MctfError(f"the module holds {len(stacks)} fused models ({stacks[0]}, {stacks[1]}, …): pass one of them")
+    return cast(FusedStack, model.get_submodule(stacks[0]))
 
 
 def find_stack(model: nn.Module) -> FusedStack | None:

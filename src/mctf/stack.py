@@ -137,7 +137,7 @@ class FusedStack(nn.Module):
         layers: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__()
-        for name, block in container.named_children():
+        for name, block in container._modules.items():  # named_children() lists a block that occurs twice once
             self.add_module(name, block)
         self.training = container.training  # not train(): single blocks may be in another mode
         self.host = host

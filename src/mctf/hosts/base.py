@@ -69,8 +69,8 @@ class Host(StackHost):
 
     @property
     def depth(self) -> int:
-        """Number of blocks."""
-        return len(list(self.container.children()))
+        """Number of blocks; one that occurs twice counts twice."""
+        return len(self.container._modules)
 
     @property
     def reads_every_token(self) -> bool:

@@ -99,6 +99,8 @@ class HFVision(Host):
         layers = tower.get_submodule(container)
         for index, layer in layers.named_children():
             check_layer(".".join(filter(None, (name, container, index))), layer)
+        if len(list(layers.children())) < len(layers._modules):
+            raise MctfError(f"a layer occurs twice in {container}: give each place a layer of its own (copy.deepcopy)")
         kind = type(next(layers.children()))
         return cls(model, tower, name, kind, parameter_names(kind.forward)[2:])
 

@@ -107,7 +107,7 @@ class TimmHost(Host):
             name=(getattr(model, "pretrained_cfg", None) or {}).get("architecture", type(model).__name__),
             tokens=tokens,
             protected=self.protected,
-            blocks=tuple(self.block_shape(block) for block in model.blocks.children()),
+            blocks=tuple(self.block_shape(block) for block in model.blocks._modules.values()),
             stem=stem + tokens * macs_per_token(getattr(model, "norm_pre", None)),
             head=self.head_cost(tokens),
             head_per_token=macs_per_token(model.norm),

@@ -62,7 +62,7 @@ def make_layers(
     stashed = stashed_layers(model)
     if not stashed:
         message = f"the layers of {method.name} are untrained: load the weights of a model that was fine-tuned with it"
-        warnings.warn(message, UntrainedWarning, stacklevel=3)
+        warnings.warn(message, UntrainedWarning, stacklevel=4)  # the caller of mctf.fuse
         return layers
     wanted = layers.state_dict()
     for name, value in wanted.items():
