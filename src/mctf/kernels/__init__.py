@@ -18,6 +18,7 @@ from ..core import matching as core_matching
 from ..core.assignment import Assignment, joint_weights
 from ..core.attention import ReceivedAttention
 from . import attention as attention_ops
+from . import clustering as clustering_ops
 from . import launch
 from . import matching as matching_ops
 from . import pooling as pooling_ops
@@ -154,6 +155,9 @@ def cluster(
     """
     a = core_attention.total_received(received)
     weights = core_clustering.token_weights(a, sizes)
+    if use_kernels(x) and clustering_ops.fits(x.shape[1], protected, r, rounds):
+        slots, order, start = clustering_ops.cluster(x, weights, r, protected, rounds)
+        return Assignment(slots, x.shape[1] - r, order, start), a, weights
     distances = core_clustering.squared_distances(x, protected=protected)
     return core_clustering.cluster(distances, weights, r, protected=protected, rounds=rounds), a, weights
 
