@@ -44,7 +44,7 @@ def fuse(
     Everything is checked before the model is touched. Returns the same model.
     """
     with _CHANGING:
-        return _fuse(model, method, r=r, blocks=blocks, dense=dense, options=options)
+        return _fuse(model, method, r=r, blocks=blocks, dense=dense, trim_last=trim_last, options=options)
 
 
 def _fuse(
@@ -54,6 +54,7 @@ def _fuse(
     r: ReductionSpec | None,
     blocks: Iterable[int] | None,
     dense: bool,
+    trim_last: bool | None,
     options: dict[str, object],
 ) -> nn.Module:
     check_bool(dense=dense)

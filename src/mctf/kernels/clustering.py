@@ -48,11 +48,12 @@ def cluster(x: Tensor, weights: Tensor, r: int, protected: int, rounds: int) -> 
     mass, best = (x.new_empty((batch, n), dtype=torch.float32) for _ in range(2))
     parent = x.new_empty((batch, n), dtype=torch.int32)
     joined = x.new_empty((batch, joining), dtype=torch.int32)
+    mixed = x.new_empty((batch, joining, width), dtype=torch.float32)
     slots = x.new_empty((batch, tokens), dtype=torch.int64)
     order = x.new_empty((batch, tokens), dtype=torch.int32)
     start = x.new_empty((batch, tokens - r + 1), dtype=torch.int32)
     launchable(rounds_kernel)[(batch,)](
-        distances, weights, mass, best, parent, joined, slots, order, start,
+        distances, weights, mass, best, parent, joined, mixed, slots, order, start,
         tokens, n, pitch, r, protected,
         ROUNDS=rounds, N=width, K=joining, COLUMNS=32, PROTECTED=MAX_PROTECTED,
         HOPS=joining.bit_length() - 1, num_warps=8 if width > 64 else 4,

@@ -51,14 +51,14 @@ def distances_kernel(
 
 @triton.jit
 def rounds_kernel(
-    distances, weights, mass, best, parent, joined, slots, order, start,
+    distances, weights, mass, best, parent, joined, mixed, slots, order, start,
     tokens, n, pitch, r, protected,
     ROUNDS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PROTECTED: tl.constexpr,
     HOPS: tl.constexpr,
 ):  # fmt: skip
     """slots (B N); order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`.
 
-    mass, best, parent (B n) and joined (B K): scratch. N, K: powers of two, at least n and the tokens of a round.
+    mass, best, parent (B n), joined (B K) and mixed (B K N): scratch. N, K: powers of two, at least n and the tokens of a round.
     """
     image = tl.program_id(0).to(tl.int64)
     distances += image * n * pitch
@@ -67,6 +67,7 @@ def rounds_kernel(
     best += image * n
     parent += image * n
     joined += image * K
+    mixed += image * K * N
     token = tl.arange(0, N)
     valid = token < n
     member = tl.arange(0, K)
@@ -140,12 +141,14 @@ def rounds_kernel(
                 d_t = tl.load(distances + target[:, None] * pitch + token[None, :], mask=keep, other=0.0)
                 same = (target[:, None] == target[None, :]) & is_member[None, :] & is_member[:, None]
                 mix = tl.where(same, share_j[None, :], 0.0)
-                rows = share_t[:, None] * d_t + tl.dot(mix, d_j, input_precision="ieee")
+                rows = share_t[:, None] * d_t + tl.dot(mix, d_j, input_precision="tf32x3")
                 # among targets, columns are means over members as well
-                from_token = ((token[:, None] == j[None, :]) & is_member[None, :]).to(tl.float32)
-                at_j = tl.dot(rows, from_token, input_precision="ieee")
-                at_t = tl.dot(rows, to_target, input_precision="ieee")
-                among = share_t[None, :] * at_t + tl.dot(at_j, tl.trans(mix), input_precision="ieee")
+                line = mixed + member[:, None] * N
+                tl.store(line + token[None, :], rows)
+                tl.debug_barrier()
+                at_j = tl.load(line + j[None, :])
+                at_t = tl.load(line + target[None, :], mask=is_member[None, :], other=0.0)
+                among = share_t[None, :] * at_t + tl.dot(at_j, tl.trans(mix), input_precision="tf32x3")
                 own = tl.sum(tl.where((member[:, None] == member[None, :]), among, 0.0), 1)
                 is_target = tl.sum(to_target, 1) > 0.0
                 updated = tl.maximum(rows - 0.5 * own[:, None], 0.0)
