@@ -1,15 +1,17 @@
 """Clustering by Ward's cost: Triton version of `core.clustering`.
 
-Two launches. The first computes the squared distances of all pairs of tokens, in tiles. The second has one program per
-image, which runs all rounds: distances stay in the GPU's cache, and a round changes only the rows and columns of the
-tokens that others joined. Ranks come from counting smaller values. Threads exchange numbers through memory: a store,
-a barrier, a load in another layout.
+The first launch computes the squared distances of all pairs of tokens, in tiles. A round takes two: many programs find
+the cheapest partner of each token; one program per image joins the cheapest tokens to theirs and updates the rows and
+columns of the tokens that others joined. Ranks come from counting smaller values. Threads exchange numbers through
+memory: a store, a barrier, a load in another layout.
 
 Axes: B images, N tokens, n of them unprotected, C channels, k tokens that join in a round.
 """
 
 import triton
 import triton.language as tl
+
+_PRECISION: tl.constexpr = tl.constexpr("tf32x3")  # float32 by three products on the tensor cores
 
 
 @triton.jit
@@ -50,125 +52,148 @@ def distances_kernel(
 
 
 @triton.jit
-def rounds_kernel(
-    distances, weights, mass, best, parent, joined, mixed, slots, order, start,
-    tokens, n, pitch, r, protected,
-    ROUNDS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PROTECTED: tl.constexpr,
-    HOPS: tl.constexpr,
+def partners_kernel(
+    distances, mass, best, partner, n, pitch, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """slots (B N); order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`.
+    """best, partner (B n): the lowest cost of each token, of joining one of larger weight, and that token.
 
-    mass, best, parent (B n), joined (B K) and mixed (B K N): scratch. N, K: powers of two, at least n and the tokens of a round.
+    Of equal weights the earlier token counts as larger, of equal costs the first partner is taken. A token that has
+    joined another has weight 0 and the cost inf.
+    """
+    image = tl.program_id(1).to(tl.int64)
+    distances += image * n * pitch
+    mass += image * n
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = token < n
+    w = tl.load(mass + token, mask=valid, other=0.0)
+    lowest = tl.full([ROWS], float("inf"), tl.float32)
+    chosen = tl.zeros([ROWS], tl.int32)
+    for first in range(0, n, COLUMNS):
+        other = first + tl.arange(0, COLUMNS)
+        is_other = other < n
+        w_other = tl.load(mass + other, mask=is_other, other=0.0)
+        d = tl.load(
+            distances + token[:, None] * pitch + other[None, :], mask=valid[:, None] & is_other[None, :], other=0.0
+        )
+        cost = _costs(d, w[:, None], w_other[None, :], token[:, None], other[None, :])
+        low = tl.min(cost, 1)
+        at = tl.min(tl.where(cost == low[:, None], other[None, :], 1 << 20), 1)
+        chosen = tl.where(low < lowest, at, chosen)
+        lowest = tl.minimum(low, lowest)
+    tl.store(best + image * n + token, tl.where(w > 0.0, lowest, float("inf")), mask=valid)
+    tl.store(partner + image * n + token, chosen, mask=valid)
+
+
+@triton.jit
+def _costs(d, mine, theirs, token, other):
+    """Cost of joining `other`; inf unless its weight is larger."""
+    larger = (theirs > mine) | ((theirs == mine) & (other < token))
+    return tl.where(larger, d * (mine * theirs) / (mine + theirs), float("inf"))
+
+
+@triton.jit
+def join_kernel(
+    distances, mass, best, partner, root, parent, joined, mixed, n, pitch, k,
+    UPDATE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, HOPS: tl.constexpr,
+):  # fmt: skip
+    """The k cheapest tokens join their partners: mass and root (B n) and, to UPDATE, distances are those afterwards.
+
+    parent (B n), joined (B K) and mixed (B K N): scratch. N, K: powers of two, at least n and k.
     """
     image = tl.program_id(0).to(tl.int64)
     distances += image * n * pitch
-    weights += image * tokens + protected
     mass += image * n
     best += image * n
+    partner += image * n
+    root += image * n
     parent += image * n
     joined += image * K
     mixed += image * K * N
     token = tl.arange(0, N)
     valid = token < n
     member = tl.arange(0, K)
-    w = tl.load(weights + token, mask=valid, other=0.0)
-    root = token
-    for number in tl.static_range(ROUNDS):
-        k = (r + ROUNDS - 1 - number) // ROUNDS
-        if k > 0:
-            tl.store(mass + token, w, mask=valid)
-            tl.store(parent + token, token, mask=valid)
-            tl.debug_barrier()
+    is_member = member < k
 
-            # 1. the lowest cost of each token: joining one of larger weight, of equal ones an earlier
-            cost = tl.full([N], float("inf"), tl.float32)
-            for first in range(0, n, COLUMNS):
-                other = first + tl.arange(0, COLUMNS)
-                is_other = other < n
-                w_other = tl.load(mass + other, mask=is_other, other=0.0)
-                keep = valid[:, None] & is_other[None, :]
-                d = tl.load(distances + other[None, :] * pitch + token[:, None], mask=keep, other=0.0)
-                mine, theirs = w[:, None], w_other[None, :]
-                allowed = (theirs > mine) | ((theirs == mine) & (other[None, :] < token[:, None]))
-                pair = tl.where(allowed, d * (mine * theirs) / (mine + theirs), float("inf"))
-                cost = tl.minimum(cost, tl.min(pair, 1))
-            cost = tl.where(valid & (w > 0.0), cost, float("inf"))
-
-            # 2. the k cheapest tokens, by counting cheaper ones
-            tl.store(best + token, cost, mask=valid)
-            tl.debug_barrier()
-            rank = tl.zeros([N], tl.int32)
-            for first in range(0, n, COLUMNS):
-                other = first + tl.arange(0, COLUMNS)
-                cheaper = tl.load(best + other, mask=other < n, other=float("inf"))[None, :]
-                ahead = (cheaper < cost[:, None]) | ((cheaper == cost[:, None]) & (other[None, :] < token[:, None]))
-                rank += tl.sum((ahead & (other < n)[None, :]).to(tl.int32), 1)
-            joins = valid & (rank < k)
-            tl.store(joined + rank, token, mask=joins)
-            tl.debug_barrier()
-
-            # 3. their partners, the first of equally cheap ones; a partner may join another
-            is_member = member < k
-            j = tl.load(joined + member, mask=is_member, other=0)
-            w_j = tl.where(is_member, tl.load(mass + j), 0.0)
-            d_j = tl.load(
-                distances + j[:, None] * pitch + token[None, :], mask=is_member[:, None] & valid[None, :], other=0.0
-            )
-            mine, theirs = w_j[:, None], w[None, :]
-            allowed = (theirs > mine) | ((theirs == mine) & (token[None, :] < j[:, None]))
-            pair = tl.where(allowed & valid[None, :], d_j * (mine * theirs) / (mine + theirs), float("inf"))
-            lowest = tl.min(pair, 1)
-            target = tl.min(tl.where(pair == lowest[:, None], token[None, :], N), 1)
-            tl.store(parent + j, target, mask=is_member)
-            for _ in tl.static_range(HOPS):
-                tl.debug_barrier()
-                target = tl.load(parent + target, mask=is_member, other=0)
-                tl.debug_barrier()
-                tl.store(parent + j, target, mask=is_member)
-            tl.debug_barrier()
-            root = tl.load(parent + root, mask=valid, other=0)
-
-            # 4. weights, then the distances of the tokens that others joined
-            to_target = ((token[:, None] == target[None, :]) & is_member[None, :]).to(tl.float32)
-            w_new = w + tl.sum(to_target * w_j[None, :], 1)
-            if number < ROUNDS - 1:
-                tl.store(best + token, w_new, mask=valid)  # best has served: the weights of targets are read from it
-                tl.debug_barrier()
-                w_target = tl.where(is_member, tl.load(best + target, mask=is_member, other=1.0), 1.0)
-                share_j = w_j / w_target
-                share_t = tl.where(is_member, tl.load(mass + target, mask=is_member, other=0.0), 0.0) / w_target
-                keep = is_member[:, None] & valid[None, :]
-                d_t = tl.load(distances + target[:, None] * pitch + token[None, :], mask=keep, other=0.0)
-                same = (target[:, None] == target[None, :]) & is_member[None, :] & is_member[:, None]
-                mix = tl.where(same, share_j[None, :], 0.0)
-                rows = share_t[:, None] * d_t + tl.dot(mix, d_j, input_precision="tf32x3")
-                # among targets, columns are means over members as well
-                line = mixed + member[:, None] * N
-                tl.store(line + token[None, :], rows)
-                tl.debug_barrier()
-                at_j = tl.load(line + j[None, :])
-                at_t = tl.load(line + target[None, :], mask=is_member[None, :], other=0.0)
-                among = share_t[None, :] * at_t + tl.dot(at_j, tl.trans(mix), input_precision="tf32x3")
-                own = tl.sum(tl.where((member[:, None] == member[None, :]), among, 0.0), 1)
-                is_target = tl.sum(to_target, 1) > 0.0
-                updated = tl.maximum(rows - 0.5 * own[:, None], 0.0)
-                keep = keep & (is_target == 0)[None, :]
-                tl.debug_barrier()
-                tl.store(distances + target[:, None] * pitch + token[None, :], updated, mask=keep)
-                tl.store(distances + token[None, :] * pitch + target[:, None], updated, mask=keep)
-                between = tl.maximum(among - 0.5 * own[:, None] - 0.5 * own[None, :], 0.0)
-                keep = is_member[:, None] & is_member[None, :]
-                tl.store(distances + target[:, None] * pitch + target[None, :], between, mask=keep)
-                tl.debug_barrier()
-            w = tl.where(joins, 0.0, w_new)
-
-    # 5. slots of the tokens that stay, in their order; the others have the slot of their root
-    kept = valid & (root == token)
-    own_slot = protected + tl.cumsum(kept.to(tl.int32), 0) - 1
+    # 1. the k cheapest tokens, by counting cheaper ones
+    cost = tl.load(best + token, mask=valid, other=float("inf"))
+    rank = tl.zeros([N], tl.int32)
+    for first in range(0, n, COLUMNS):
+        other = first + tl.arange(0, COLUMNS)
+        cheaper = tl.load(best + other, mask=other < n, other=float("inf"))[None, :]
+        ahead = (cheaper < cost[:, None]) | ((cheaper == cost[:, None]) & (other[None, :] < token[:, None]))
+        rank += tl.sum((ahead & (other < n)[None, :]).to(tl.int32), 1)
+    joins = valid & (rank < k)
+    tl.store(joined + rank, token, mask=joins)
+    tl.store(parent + token, token, mask=valid)
     tl.debug_barrier()
-    tl.store(parent + token, own_slot, mask=valid)
+
+    # 2. a partner may join another: the last of the chain is where its members end
+    j = tl.load(joined + member, mask=is_member, other=0)
+    target = tl.load(partner + j)
+    tl.store(parent + j, target, mask=is_member)
+    for _ in tl.static_range(HOPS):
+        tl.debug_barrier()
+        target = tl.load(parent + target, mask=is_member, other=0)
+        tl.debug_barrier()
+        tl.store(parent + j, target, mask=is_member)
     tl.debug_barrier()
-    slot = tl.load(parent + root, mask=valid, other=0)
+    own_root = tl.load(root + token, mask=valid, other=0)
+    tl.store(root + token, tl.load(parent + own_root, mask=valid, other=0), mask=valid)
+
+    # 3. weights
+    w = tl.load(mass + token, mask=valid, other=0.0)
+    w_j = tl.where(is_member, tl.load(mass + j), 0.0)
+    w_t = tl.load(mass + target, mask=is_member, other=0.0)
+    same = (target[:, None] == target[None, :]) & is_member[None, :] & is_member[:, None]
+    w_total = w_t + tl.sum(tl.where(same, w_j[None, :], 0.0), 1)
+    tl.debug_barrier()
+    tl.store(mass + token, tl.where(joins, 0.0, w), mask=valid)
+    tl.debug_barrier()
+    tl.store(mass + target, w_total, mask=is_member)  # several members store the same number
+
+    # 4. distances of the tokens that others joined: means over members, less half of the means within
+    if UPDATE:
+        w_total = tl.where(is_member, w_total, 1.0)
+        share_j, share_t = w_j / w_total, w_t / w_total
+        keep = is_member[:, None] & valid[None, :]
+        d_j = tl.load(distances + j[:, None] * pitch + token[None, :], mask=keep, other=0.0)
+        d_t = tl.load(distances + target[:, None] * pitch + token[None, :], mask=keep, other=0.0)
+        mix = tl.where(same, share_j[None, :], 0.0)
+        rows = share_t[:, None] * d_t + tl.dot(mix, d_j, input_precision=_PRECISION)
+        line = mixed + member[:, None] * N
+        tl.store(line + token[None, :], rows)
+        tl.debug_barrier()
+        at_j = tl.load(line + j[None, :])
+        at_t = tl.load(line + target[None, :], mask=is_member[None, :], other=0.0)
+        among = share_t[None, :] * at_t + tl.dot(at_j, tl.trans(mix), input_precision=_PRECISION)
+        own = tl.sum(tl.where(member[:, None] == member[None, :], among, 0.0), 1)
+        updated = tl.maximum(rows - 0.5 * own[:, None], 0.0)
+        tl.store(distances + target[:, None] * pitch + token[None, :], updated, mask=keep)
+        tl.store(distances + token[None, :] * pitch + target[:, None], updated, mask=keep)
+        tl.debug_barrier()
+        between = tl.maximum(among - 0.5 * own[:, None] - 0.5 * own[None, :], 0.0)
+        keep = is_member[:, None] & is_member[None, :]
+        tl.store(distances + target[:, None] * pitch + target[None, :], between, mask=keep)
+
+
+@triton.jit
+def slots_kernel(
+    root, parent, slots, order, start, tokens, n, r, protected,
+    N: tl.constexpr, COLUMNS: tl.constexpr, PROTECTED: tl.constexpr,
+):  # fmt: skip
+    """slots (B N); order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`.
+
+    The tokens that stay have slots in their old order, the others the slot of their root. parent (B n): scratch.
+    """
+    image = tl.program_id(0).to(tl.int64)
+    parent += image * n
+    token = tl.arange(0, N)
+    valid = token < n
+    own_root = tl.load(root + image * n + token, mask=valid, other=0)
+    kept = valid & (own_root == token)
+    tl.store(parent + token, protected + tl.cumsum(kept.to(tl.int32), 0) - 1, mask=valid)
+    tl.debug_barrier()
+    slot = tl.load(parent + own_root, mask=valid, other=0)
     tl.debug_barrier()
     tl.store(parent + token, slot, mask=valid)
     tl.debug_barrier()
