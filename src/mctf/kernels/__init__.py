@@ -200,11 +200,12 @@ def merge(
     sizes: B N, the number of tokens that each token stands for; None means 1.
     by_size: a token's weight is multiplied by its size.
     also: B N C', merged by the same weights; its mean is returned between those of x and the sizes.
+    keep_norm: the mean of x gets the weighted mean of its members' norms. The mean itself is shorter.
     """
-    if use_kernels(x) and (also is None or use_kernels(also)) and not keep_norm:
-        train = _needs_grad(x) if also is None else _needs_grad(x, also)
+    train = _needs_grad(x) if also is None else _needs_grad(x, also)
+    if use_kernels(x) and (also is None or use_kernels(also)) and not (keep_norm and train):
         x_mean, also_mean, totals, _ = pooling_ops.pool(
-            x, also, weights, sizes, by_size, assignment.slots, *assignment.members(), train
+            x, also, weights, sizes, by_size, keep_norm, assignment.slots, *assignment.members(), train
         )
         return (x_mean, totals) if also is None else (x_mean, also_mean, totals)
     counts = core_attention.at_least_float32(torch.ones_like(x[..., 0])) if sizes is None else sizes
