@@ -13,7 +13,7 @@ MAX_JOINING = 32  # in one round
 MAX_PROTECTED = 16
 PITCH = 16  # rows of distances begin at multiples of it: several numbers per load and store
 TILE, TILE_FLOAT32 = 128, 64  # rows and columns of distances per program
-PARTNERS_TILE = {"ROWS": 32, "COLUMNS": 64}
+PARTNERS_TILE = {"ROWS": 16, "COLUMNS": 128}
 
 
 def fits(tokens: int, protected: int, r: int, rounds: int) -> bool:
@@ -58,14 +58,14 @@ def cluster(x: Tensor, weights: Tensor, r: int, protected: int, rounds: int) -> 
         )
         launchable(join_kernel)[(batch,)](
             distances, mass, best, partner, root, parent, joined, mixed, n, pitch, k,
-            UPDATE=number < rounds - 1, N=width, K=joining, COLUMNS=32, HOPS=joining.bit_length() - 1,
-            num_warps=8 if width > 64 else 4,
+            UPDATE=number < rounds - 1, N=width, K=joining, HOPS=joining.bit_length() - 1,
+            num_warps=4,
         )  # fmt: skip
     slots = x.new_empty((batch, tokens), dtype=torch.int64)
     order = x.new_empty((batch, tokens), dtype=torch.int32)
     start = x.new_empty((batch, tokens - r + 1), dtype=torch.int32)
     launchable(slots_kernel)[(batch,)](
         root, parent, slots, order, start, tokens, n, r, protected,
-        N=width, COLUMNS=32, PROTECTED=MAX_PROTECTED, num_warps=8 if width > 64 else 4,
+        N=width, PROTECTED=MAX_PROTECTED, num_warps=2,
     )  # fmt: skip
     return slots, order, start

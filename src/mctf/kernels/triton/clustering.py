@@ -2,8 +2,8 @@
 
 The first launch computes the squared distances of all pairs of tokens, in tiles. A round takes two: many programs find
 the cheapest partner of each token; one program per image joins the cheapest tokens to theirs and updates the rows and
-columns of the tokens that others joined. Ranks come from counting smaller values. Threads exchange numbers through
-memory: a store, a barrier, a load in another layout.
+columns of the tokens that others joined. Threads exchange numbers through memory: a store, a barrier, a load in another
+layout.
 
 Axes: B images, N tokens, n of them unprotected, C channels, k tokens that join in a round.
 """
@@ -94,7 +94,7 @@ def _costs(d, mine, theirs, token, other):
 @triton.jit
 def join_kernel(
     distances, mass, best, partner, root, parent, joined, mixed, n, pitch, k,
-    UPDATE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, HOPS: tl.constexpr,
+    UPDATE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HOPS: tl.constexpr,
 ):  # fmt: skip
     """The k cheapest tokens join their partners: mass and root (B n) and, to UPDATE, distances are those afterwards.
 
@@ -114,16 +114,12 @@ def join_kernel(
     member = tl.arange(0, K)
     is_member = member < k
 
-    # 1. the k cheapest tokens, by counting cheaper ones
+    # 1. the k cheapest tokens: costs, which are not negative, are ordered as their bits are
     cost = tl.load(best + token, mask=valid, other=float("inf"))
-    rank = tl.zeros([N], tl.int32)
-    for first in range(0, n, COLUMNS):
-        other = first + tl.arange(0, COLUMNS)
-        cheaper = tl.load(best + other, mask=other < n, other=float("inf"))[None, :]
-        ahead = (cheaper < cost[:, None]) | ((cheaper == cost[:, None]) & (other[None, :] < token[:, None]))
-        rank += tl.sum((ahead & (other < n)[None, :]).to(tl.int32), 1)
-    joins = valid & (rank < k)
-    tl.store(joined + rank, token, mask=joins)
+    key = (cost.to(tl.int32, bitcast=True).to(tl.int64) << 32) + token
+    ordered = tl.sort(key)
+    tl.store(joined + token, (ordered & 0xFFFF).to(tl.int32), mask=token < k)
+    joins = key <= tl.sum(tl.where(token == k - 1, ordered, 0), 0)
     tl.store(parent + token, token, mask=valid)
     tl.debug_barrier()
 
@@ -179,7 +175,7 @@ def join_kernel(
 @triton.jit
 def slots_kernel(
     root, parent, slots, order, start, tokens, n, r, protected,
-    N: tl.constexpr, COLUMNS: tl.constexpr, PROTECTED: tl.constexpr,
+    N: tl.constexpr, PROTECTED: tl.constexpr,
 ):  # fmt: skip
     """slots (B N); order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`.
 
@@ -194,24 +190,17 @@ def slots_kernel(
     tl.store(parent + token, protected + tl.cumsum(kept.to(tl.int32), 0) - 1, mask=valid)
     tl.debug_barrier()
     slot = tl.load(parent + own_root, mask=valid, other=0)
-    tl.debug_barrier()
-    tl.store(parent + token, slot, mask=valid)
-    tl.debug_barrier()
-    before = tl.zeros([N], tl.int32)
-    earlier = tl.zeros([N], tl.int32)
-    for first in range(0, n, COLUMNS):
-        other = first + tl.arange(0, COLUMNS)
-        is_other = (other < n)[None, :]
-        theirs = tl.load(parent + other, mask=other < n, other=0)[None, :]
-        before += tl.sum((is_other & (theirs < slot[:, None])).to(tl.int32), 1)
-        same_slot = is_other & (theirs == slot[:, None]) & (other[None, :] < token[:, None])
-        earlier += tl.sum(same_slot.to(tl.int32), 1)
     slots += image * tokens
     order += image * tokens
     start += image * (tokens - r + 1)
     tl.store(slots + protected + token, slot.to(tl.int64), mask=valid)
-    tl.store(order + protected + before + earlier, protected + token, mask=valid)
-    tl.store(start + slot, protected + before, mask=kept)
+    ordered = tl.sort(tl.where(valid, slot * N + token, 1 << 30))
+    tl.store(order + protected + token, protected + ordered % N, mask=valid)
+    tl.debug_barrier()
+    tl.store(parent + token, ordered // N, mask=valid)
+    tl.debug_barrier()
+    before = tl.load(parent + token - 1, mask=valid & (token > 0), other=-1)
+    tl.store(start + ordered // N, protected + token, mask=valid & (ordered // N != before))
     leading = tl.arange(0, PROTECTED)
     tl.store(slots + leading, leading.to(tl.int64), mask=leading < protected)
     tl.store(order + leading, leading, mask=leading < protected)
