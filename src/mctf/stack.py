@@ -343,7 +343,7 @@ class BoundBlock(_BlockProxy):
         state = state.after(output, shares=stack.host.uses_positions)
         run.states[index + 1] = state
         result = state.unpool(output.x)
-        if index + 1 == len(stack):
+        if index + 1 == stack.depth:
             restored = stack.method.restore_tokens(output.x, state.method_state)
             result = result if restored is None else restored
         # with gradient a checkpointed block must depend on nothing but what it is given

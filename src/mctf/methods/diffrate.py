@@ -82,7 +82,8 @@ class Published:
         positions = tuple((float(block), share) for block, share in enumerate(inner))
         spacing = (len(inner) - 1) / max(1, depth - 2)
         shares = [1.0, *(_interpolate(positions, block * spacing) for block in range(depth - 1)), last]
-        return [1 - after / before for before, after in pairwise(shares)]
+        # rounding must not lead out of [0, 1)
+        return [min(max(0.0, 1 - after / before), 1 - 1e-9) for before, after in pairwise(shares)]
 
     def num_dropped(self, r: int, unprotected: int, *, index: int, depth: int) -> int:
         """Number of dropped tokens among the r that block `index` removes; the others are merged."""
