@@ -1,6 +1,8 @@
 """fuse, unfuse, set_r: fuse a model in place, restore it, change the schedule."""
 
+import threading
 from collections.abc import Iterable
+from typing import cast
 
 from torch import nn
 
@@ -13,6 +15,8 @@ from .methods._layers import LAYERS, make_layers
 from .methods.base import check_bool
 from .stack import FusedStack
 
+_CHANGING = threading.RLock()  # two threads that fuse the same model would fuse it twice
+
 
 def fuse(
     model: nn.Module,
@@ -21,6 +25,7 @@ def fuse(
     r: ReductionSpec | None = None,
     blocks: Iterable[int] | None = None,
     dense: bool = False,
+    trim_last: bool | None = None,
     **options: object,
 ) -> nn.Module:
     """Make a Vision Transformer cheaper by fusing tokens, in place; `unfuse` takes it back.
@@ -31,11 +36,30 @@ def fuse(
     blocks: which blocks fuse; the method's choice by default (mctf: all but the first).
     dense: give one token per input token to whatever reads the model's tokens, for heads of your own on top of
         `forward_features`; by default a model that reads the class token alone keeps its tokens fused.
+    trim_last: let the last block compute queries, projection and MLP only for the tokens that the head reads, where it
+        reads the class token alone. Logits are the same, and `forward_features` returns only those tokens. By default
+        the method's choice: ward does, the published methods do not.
     options: the method's own, see `mctf.methods()` and the classes in `mctf.methods`.
 
     Everything is checked before the model is touched. Returns the same model.
     """
+    with _CHANGING:
+        return _fuse(model, method, r=r, blocks=blocks, dense=dense, trim_last=trim_last, options=options)
+
+
+def _fuse(
+    model: nn.Module,
+    method: str,
+    *,
+    r: ReductionSpec | None,
+    blocks: Iterable[int] | None,
+    dense: bool,
+    trim_last: bool | None,
+    options: dict[str, object],
+) -> nn.Module:
     check_bool(dense=dense)
+    if trim_last is not None:
+        check_bool(trim_last=trim_last)
     block_numbers = read_blocks(blocks)
     chosen_method = make_method(method, options)
     if find_stack(model) is not None:
@@ -48,7 +72,16 @@ def fuse(
     layers = None
     if chosen_method.learned:
         layers = make_layers(model, chosen_method, host.architecture(None).blocks, schedule)
-    stack = FusedStack(host.container, host, chosen_method, r=r, blocks=block_numbers, dense=dense, layers=layers)
+    stack = FusedStack(
+        host.container,
+        host,
+        chosen_method,
+        r=r,
+        blocks=block_numbers,
+        dense=dense,
+        trim_last=chosen_method.trims_last if trim_last is None else trim_last,
+        layers=layers,
+    )
     host.install(stack)
     if layers is not None:
         model.add_module(LAYERS, layers)
@@ -57,10 +90,13 @@ def fuse(
 
 def unfuse(model: nn.Module) -> nn.Module:
     """Restore the model's own blocks in place; it computes bit for bit what it did before fusing."""
-    stack = fused_stack(model)
-    stack.host.uninstall(stack)
-    model._modules.pop(LAYERS, None)
-    return model
+    with _CHANGING:
+        stack = fused_stack(model)
+        stack.host.uninstall(stack)
+        for module in list(model.modules()):  # the fused model may be inside a wrapper
+            if stack.layers is not None and module._modules.get(LAYERS) is stack.layers:
+                del module._modules[LAYERS]
+        return model
 
 
 def set_r(model: nn.Module, r: ReductionSpec) -> None:
@@ -69,11 +105,14 @@ def set_r(model: nn.Module, r: ReductionSpec) -> None:
 
 
 def fused_stack(model: nn.Module) -> FusedStack:
-    """The fused stack inside a model; raises MctfError where there is none."""
-    stack = find_stack(model)
-    if stack is None:
+    """The fused stack inside a model; raises MctfError where there is none, or more than one."""
+    check_model(model)
+    stacks = [name for name, module in model.named_modules() if isinstance(module, FusedStack)]
+    if not stacks:
         raise MctfError("the model is not fused: run mctf.fuse(model, r=16) first")
-    return stack
+    if len(stacks) > 1:
+        raise MctfError(f"the module holds {len(stacks)} fused models ({stacks[0]}, {stacks[1]}, …): pass one of them")
+    return cast(FusedStack, model.get_submodule(stacks[0]))
 
 
 def find_stack(model: nn.Module) -> FusedStack | None:

@@ -17,6 +17,7 @@ from .methods._layers import split_state_dict
 from .methods.base import Adaptive, Method, check_bool
 from .models.loading import create_empty
 
+TRIMMED = "the last block computes queries, projection and MLP for the tokens that the head reads, no others"
 DEPENDS = "the number of kept tokens depends on the image: token counts and GFLOPs are upper bounds"
 
 
@@ -29,6 +30,7 @@ class Plan:
     and differs from gflops_base for LV-ViT alone, whose second classifier the paper leaves out.
     adaptive: each image decides how many tokens remain; the counts are then upper bounds, and
     `mctf.evaluation.adaptive_flops` measures real images.
+    trimmed: the last block computes only what the head reads.
     parameters: of the model with the layers of a learned method. learned_parameters: of these layers alone.
     """
 
@@ -42,6 +44,7 @@ class Plan:
     gflops_base: float
     gflops_run: float
     adaptive: bool = False
+    trimmed: bool = False
     parameters: int = 0
     learned_parameters: int = 0
 
@@ -64,6 +67,8 @@ class Plan:
     def notes(self) -> list[str]:
         """A line where r was capped in some blocks, and one where token counts depend on the image."""
         notes = [DEPENDS] if self.adaptive else []
+        if self.trimmed:
+            notes.append(TRIMMED)
         if capped := self.capped:
             requested = format_counts([self.reductions[block].num_requested for block in capped])
             reduced = format_counts([self.reductions[block].num_reduced for block in capped])
@@ -102,6 +107,7 @@ def plan(
     method: str = "mctf",
     image_size: int | tuple[int, int] | None = None,
     dense: bool = False,
+    trim_last: bool | None = None,
     architecture: Architecture | None = None,
     **options: object,
 ) -> Plan:
@@ -110,6 +116,8 @@ def plan(
     architecture: of this model at this image size, to plan many settings without working it out for each.
     """
     check_bool(dense=dense)
+    if trim_last is not None:
+        check_bool(trim_last=trim_last)
     size = None if image_size is None else parse_image_size(image_size)
     chosen = make_method(method, options)
     module = create_empty(model, image_size=size) if isinstance(model, str) else model
@@ -130,14 +138,25 @@ def plan(
     own, _ = split_state_dict(dict(module.named_parameters()))
     parameters = learned + sum(value.numel() for value in own.values())
     architecture = replace(architecture, reads_every_token=architecture.reads_every_token or dense)
-    return replace(_plan(architecture, chosen, schedule, plain_r(r)), parameters=parameters, learned_parameters=learned)
+    planned = _plan(
+        architecture, chosen, schedule, plain_r(r), trim_last=chosen.trims_last if trim_last is None else trim_last
+    )
+    return replace(planned, parameters=parameters, learned_parameters=learned)
 
 
-def _plan(architecture: Architecture, method: Method, schedule: Sequence[Amount], r: ReductionSpec) -> Plan:
+def _plan(
+    architecture: Architecture, method: Method, schedule: Sequence[Amount], r: ReductionSpec, *, trim_last: bool
+) -> Plan:
     per_block = reductions(schedule, architecture.tokens, protected=architecture.protected, method=method)
     costs = block_costs(architecture, method, schedule, per_block)
     every = architecture.tokens
-    whole = whole_cost(architecture, costs, every if architecture.reads_every_token else per_block[-1].num_remaining)
+    left = every if architecture.reads_every_token else per_block[-1].num_remaining
+    trimmed = trim_last and trims(architecture, method, schedule)
+    if trimmed:
+        left = architecture.protected
+        macs = architecture.blocks[-1].first(per_block[-1].tokens, left)
+        costs[-1] = Cost(paper=macs, run=macs)
+    whole = whole_cost(architecture, costs, left)
     plain = [Cost(paper=shape.plain(every), run=shape.plain(every)) for shape in architecture.blocks]
     return Plan(
         model=architecture.name,
@@ -150,7 +169,14 @@ def _plan(architecture: Architecture, method: Method, schedule: Sequence[Amount]
         gflops_base=whole_cost(architecture, plain, every).paper / 1e9,
         gflops_run=whole.run / 1e9,
         adaptive=method.adaptive,
+        trimmed=trimmed,
     )
+
+
+def trims(architecture: Architecture, method: Method, schedule: Sequence[Amount]) -> bool:
+    """Whether the last block can run for protected tokens alone; see `FusedStack`."""
+    read = architecture.reads_protected_only and not architecture.reads_every_token and architecture.protected > 0
+    return read and method.can_trim(reduces=bool(schedule[-1]))
 
 
 def block_costs(

@@ -4,9 +4,9 @@ The cost of fusing two tokens is the growth of the weighted squared error when b
 
     w_i w_j / (w_i + w_j) * |u_i - u_j|^2
 
-with u the tokens divided by their norms. Exact agglomeration fuses the cheapest pair again and again. A round does it for
-many pairs at once: every token seeks its cheapest partner among those of larger weight, and the cheapest tokens join
-theirs. Distances between clusters follow from those between tokens (Lance and Williams): tokens are multiplied once.
+with u the tokens divided by their norms. Exact agglomeration fuses the cheapest pair again and again. A round does it
+for many pairs at once: every token seeks its cheapest partner among those of larger weight, and the cheapest tokens
+join theirs. Distances between clusters follow from those between tokens (Lance and Williams), which are multiplied once.
 
 Protected tokens (class, distillation, registers) come first, take no part and keep the first slots.
 
@@ -18,6 +18,14 @@ from torch import Tensor
 
 from .assignment import Assignment
 from .matching import unit_rows
+
+
+def token_weights(informativeness: Tensor, sizes: Tensor | None) -> Tensor:
+    """The weight of each token, a * sqrt(s): B N.
+
+    The attention a that a token receives grows with its size already; times s, large tokens would never be fused.
+    """
+    return informativeness if sizes is None else informativeness * sizes.sqrt()
 
 
 def squared_distances(x: Tensor, *, protected: int) -> Tensor:
@@ -79,7 +87,7 @@ def _join(distances: Tensor, mass: Tensor, joining: Tensor, parent: Tensor) -> t
     With p the shares of tokens in their cluster and D the distances, E = P D PT are mean distances between members,
     and the centers are E_ab - E_aa / 2 - E_bb / 2 apart.
     """
-    batch, n, _ = distances.shape
+    n = distances.shape[1]
     total = torch.zeros_like(mass).scatter_add(1, parent, mass)
     share = mass / total.gather(1, parent).clamp_min(torch.finfo(mass.dtype).tiny)
     target = parent.gather(1, joining)

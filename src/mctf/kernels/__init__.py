@@ -18,6 +18,7 @@ from ..core import matching as core_matching
 from ..core.assignment import Assignment, joint_weights
 from ..core.attention import ReceivedAttention
 from . import attention as attention_ops
+from . import clustering as clustering_ops
 from . import launch
 from . import matching as matching_ops
 from . import pooling as pooling_ops
@@ -63,7 +64,9 @@ def attend(
 
     Plain attention, without sizes and `unpool`, is left to PyTorch.
     """
-    if _use_attention_kernels(q, v, dropout=dropout, bias=bias) and (sizes is not None or unpool is not None):
+    all_queries = q.shape[2] == k.shape[2]
+    proportional = sizes is not None or unpool is not None
+    if proportional and all_queries and _use_attention_kernels(q, v, dropout=dropout, bias=bias):
         train = _needs_grad(q, k, v)
         slots = None if unpool is None else unpool.slots
         members = unpool.members() if train and unpool is not None else (None, None)
@@ -145,15 +148,18 @@ def match(
 @torch.no_grad()
 def cluster(
     x: Tensor, received: Tensor, sizes: Tensor | None, *, r: int, protected: int, rounds: int
-) -> tuple[Assignment, Tensor]:
+) -> tuple[Assignment, Tensor, Tensor]:
     """The assignment of N tokens (x: B N C, sizes: B N) to N - r slots by Ward's cost; see `core.clustering`.
 
-    Also the informativeness of each token, B N, above 0: the sum of `received` (B G N) over G.
+    Also the informativeness of each token, B N, above 0: the sum of `received` (B G N) over G; and its weight, B N.
     """
     a = core_attention.total_received(received)
-    weights = a if sizes is None else a * sizes
+    weights = core_clustering.token_weights(a, sizes)
+    if use_kernels(x) and clustering_ops.fits(x.shape[1], protected, r, rounds):
+        slots, order, start = clustering_ops.cluster(x, weights, r, protected, rounds)
+        return Assignment(slots, x.shape[1] - r, order, start), a, weights
     distances = core_clustering.squared_distances(x, protected=protected)
-    return core_clustering.cluster(distances, weights, r, protected=protected, rounds=rounds), a
+    return core_clustering.cluster(distances, weights, r, protected=protected, rounds=rounds), a, weights
 
 
 @overload

@@ -43,6 +43,9 @@ class BlockOps(Protocol):
     def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v with heads split, from one product."""
 
+    def first_queries(self, h: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q of the first `count` tokens, which are protected, k and v of all."""
+
     def split_heads(self, flat: Tensor) -> Tensor:
         """B N (H d) -> B H N d."""
 
@@ -111,6 +114,14 @@ def run_pieces(block: BlockOps, x: Tensor, sizes: Tensor | None) -> Tensor:
     return block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
 
 
+def run_first(block: BlockOps, x: Tensor, sizes: Tensor | None, count: int) -> Tensor:
+    """The first `count` tokens after a block that leaves them in place: B count C. The others are only attended to."""
+    h = block.norm1(x)
+    q, k, v = block.first_queries(h, count)
+    context = block.finish_context(block.attend(q, k, v, sizes=sizes), h[:, :count])
+    return block.add_mlp(block.add_attention(x[:, :count], context))
+
+
 @dataclass(frozen=True)
 class BlockContext:
     """Per-block context passed to `Method.run`.
@@ -171,6 +182,7 @@ class Method(ABC):
     restores_tokens: `restore_tokens` returns one token per input token after the last block.
     masks_in_training: in training, dropped tokens stay behind a mask; a block's r is then that of the plan.
     control: a reference to compare with (random drop, free drop), not a method to use.
+    trims_last: whether `mctf.fuse` trims the last block by default, see `FusedStack`.
     """
 
     name: ClassVar[str]
@@ -184,6 +196,18 @@ class Method(ABC):
     restores_tokens: ClassVar[bool] = False
     masks_in_training: ClassVar[bool] = False
     control: ClassVar[bool] = False
+    trims_last: ClassVar[bool] = False
+
+    def can_trim(self, *, reduces: bool) -> bool:
+        """Whether `run_first` gives the protected tokens after the last block. reduces: whether that block reduces.
+
+        By default where it does not. A method that attends with all tokens before it reduces them can trim always.
+        """
+        return not (reduces or self.adaptive or self.restores_tokens)
+
+    def key_sizes(self, sizes: Tensor | None) -> Tensor | None:
+        """The sizes that attention is proportional to; None for methods without an option `proportional`."""
+        return sizes if getattr(self, "proportional", False) else None
 
     @abstractmethod
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:

@@ -85,15 +85,18 @@ class MCTF(Method):
             )
         return self
 
+    def can_trim(self, *, reduces: bool) -> bool:
+        return not reduces or self.attention in ("exact", "previous")
+
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         if ctx.r == 0:
-            return BlockOutput(run_unfused(block, x, self._key_sizes(sizes)), sizes)
+            return BlockOutput(run_unfused(block, x, self.key_sizes(sizes)), sizes)
         variants = {"precise": self._precise, "previous": self._previous, "exact": self._exact}
         return variants.get(self.attention, self._ahead)(block, x, sizes, ctx)
 
     def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         """One-step-ahead attention: merge first, then reuse the attention of the unfused tokens."""
-        key_sizes = self._key_sizes(sizes)
+        key_sizes = self.key_sizes(sizes)
         q, k = block.queries_keys(block.norm1(x))
         received = block.attention_received(
             q, k, sizes=key_sizes, rows=self.informativeness, keep=self.pooling != "max"
@@ -126,11 +129,11 @@ class MCTF(Method):
     def _precise(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         """Merge by one-step-ahead informativeness, then run the whole block on the fused tokens."""
         q, k = block.queries_keys(block.norm1(x))
-        received = block.attention_received(q, k, sizes=self._key_sizes(sizes), rows=self.informativeness)
+        received = block.attention_received(q, k, sizes=self.key_sizes(sizes), rows=self.informativeness)
         assignment, a = self._match(x, received.partial, sizes, ctx)
         weights = self._pool_weights(a, sizes)
         x, sizes = self._merge(x, a, sizes, assignment)
-        x = run_unfused(block.fused(assignment, weights), x, self._key_sizes(sizes))
+        x = run_unfused(block.fused(assignment, weights), x, self.key_sizes(sizes))
         return BlockOutput(x, sizes, assignment, weights, a)
 
     def _previous(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
@@ -143,13 +146,9 @@ class MCTF(Method):
         x, sizes = self._merge(x, a, sizes, assignment)
         return BlockOutput(x, sizes, assignment, weights, a)
 
-    def _key_sizes(self, sizes: Tensor | None) -> Tensor | None:
-        """The sizes that attention is proportional to."""
-        return sizes if self.proportional else None
-
     def _attend(self, block: BlockOps, h: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v = block.queries_keys_values(h)
-        return block.attend_with_received(q, k, v, sizes=self._key_sizes(sizes), rows=self.informativeness)
+        return block.attend_with_received(q, k, v, sizes=self.key_sizes(sizes), rows=self.informativeness)
 
     def _match(self, x: Tensor, received: Tensor, sizes: Tensor | None, ctx: BlockContext) -> tuple[Assignment, Tensor]:
         """The assignment, and the informativeness of each token."""

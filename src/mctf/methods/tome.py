@@ -36,9 +36,12 @@ class ToMe(Method):
     def default_blocks(self, depth: int) -> range:
         return range(depth)
 
+    def can_trim(self, *, reduces: bool) -> bool:
+        return True
+
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         """Attention on all N tokens, then merging, then the MLP on the remaining M."""
-        key_sizes = sizes if self.proportional else None
+        key_sizes = self.key_sizes(sizes)
         if ctx.r == 0:
             return BlockOutput(run_unfused(block, x, key_sizes), sizes)
         h = block.norm1(x)

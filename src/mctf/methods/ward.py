@@ -1,7 +1,7 @@
 """Ward: tokens clustered by Ward's cost, attention exact, from a quarter of the depth on.
 
-A token weighs as much as the attention it receives times its size. Two tokens are fused where that adds least to the
-weighted squared error of the tokens. There is no temperature and nothing to train.
+A token's weight is the attention that it receives, times the root of its size. Two tokens are fused where that adds
+least to the weighted squared error of the tokens. There is no temperature and nothing to train.
 
 Axes: B images, N tokens, M = N - r tokens after fusion, C channels.
 """
@@ -34,6 +34,7 @@ class Ward(Method):
     summary: ClassVar[str] = "Ward's clustering of tokens weighted by attention and size, attention exact; no training"
     default_r: ClassVar[float] = 0.18
     min_tokens: ClassVar[int] = 10
+    trims_last: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_whole(1, most=64, rounds=self.rounds)
@@ -46,19 +47,23 @@ class Ward(Method):
         """From a quarter of the depth on, but for the last block: 3 to 10 of twelve."""
         return range(depth // 4, max(depth // 4 + 1, depth - 1))
 
+    def can_trim(self, *, reduces: bool) -> bool:
+        return True
+
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         """Attend with all tokens, then fuse tokens and context before projection and MLP."""
-        key_sizes = sizes if self.proportional else None
+        key_sizes = self.key_sizes(sizes)
         if ctx.r == 0:
             return BlockOutput(run_unfused(block, x, key_sizes), sizes)
         h = block.norm1(x)
         q, k, v = block.queries_keys_values(h)
         context, received = block.attend_with_received(q, k, v, sizes=key_sizes, rows=self.informativeness)
         context = block.finish_context(context, h)
-        assignment, a = kernels.cluster(x, received, sizes, r=ctx.r, protected=ctx.protected, rounds=self.rounds)
-        weights = a if sizes is None else a * sizes
+        assignment, a, weights = kernels.cluster(
+            x, received, sizes, r=ctx.r, protected=ctx.protected, rounds=self.rounds
+        )
         x, context, new_sizes = kernels.merge(
-            x, assignment, weights=a, sizes=sizes, by_size=True, also=context, keep_norm=self.norm
+            x, assignment, weights=weights, sizes=sizes, also=context, keep_norm=self.norm
         )
         x = block.add_mlp(block.add_attention(x, context))
         return BlockOutput(x, new_sizes, assignment, weights, a)
