@@ -131,6 +131,17 @@ def test_export_with_any_batch(method: str) -> None:
 
 
 @every_method
+@torch.no_grad()
+def test_a_trimmed_last_block_gives_the_same_logits(method: str, options: dict[str, Any]) -> None:
+    model = make("registers").double()
+    images = make_images(model, 2)
+    logits = mctf.fuse(model, method, r=SCHEDULE, trim_last=False, **options)(images)
+    mctf.fuse(mctf.unfuse(model), method, r=SCHEDULE, trim_last=True, **options)
+    torch.testing.assert_close(model(images), logits, atol=1e-9, rtol=1e-9)
+    assert mctf.plan(model, method=method, r=SCHEDULE, trim_last=True, **options).trimmed == (method != "random")
+
+
+@every_method
 def test_gradients_reach_every_parameter(method: str, options: dict[str, Any]) -> None:
     model = make("layer_scale").train()
     mctf.fuse(model, method, r=SCHEDULE, **options)

@@ -15,30 +15,26 @@ from dataclasses import dataclass
 from math import floor
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from .. import kernels
 from ..core.agglomeration import LINKAGES, agglomerate
 from ..core.assignment import Assignment
 from ..core.flops import BlockShape
-from ..core.matching import unit_rows
 from ..core.schedule import Amount, ReductionSpec, fast_blocks
 from ..errors import MctfError, did_you_mean, shown
-from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, run_unfused
+from .base import BlockContext
+from .tome import KeyMergingMethod
 
 
 @dataclass(frozen=True)
-class ATC(Method):
-    """r = 0.3, the default, leaves 0.7 of the unprotected tokens, then 0.7^2, then 0.7^3.
+class ATC(KeyMergingMethod):
+    """r = 0.3, the default, leaves 0.7 of the unprotected tokens, then 0.7^2, then 0.7^3; `proportional` as in the base.
 
     linkage: distance between clusters, from the distances between their tokens: their "average", the smallest
         ("single") or the largest ("complete").
-    proportional: add log(size) to the attention logits of merged keys.
     """
 
     linkage: str = "average"
-    proportional: bool = True
 
     name: ClassVar[str] = "atc"
     summary: ClassVar[str] = "ATC (ECCV 2024): agglomerative clustering of keys, in three blocks"
@@ -48,7 +44,7 @@ class ATC(Method):
         if not isinstance(self.linkage, str) or self.linkage not in LINKAGES:
             word = self.linkage if isinstance(self.linkage, str) else shown(self.linkage)
             raise MctfError(f"linkage={shown(self.linkage)} is unknown: {did_you_mean(word, LINKAGES)}")
-        check_bool(proportional=self.proportional)
+        super().__post_init__()
 
     def default_blocks(self, depth: int) -> tuple[int, ...]:
         return fast_blocks(depth)
@@ -64,25 +60,9 @@ class ATC(Method):
         requested = self.num_requested(amount, tokens, protected=protected, initial=initial, stage=stage)
         return max(0, min(requested, tokens - protected - 1))
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
-        """Attention on all N tokens, then clustering, then the MLP on the remaining M."""
-        key_sizes = sizes if self.proportional else None
-        if ctx.r == 0:
-            return BlockOutput(run_unfused(block, x, key_sizes), sizes)
-        h = block.norm1(x)
-        q, k, v = block.queries_keys_values(h)
-        context = block.attend(q, k, v, sizes=key_sizes)
-        x = block.add_attention(x, block.finish_context(context, h))
-
-        assignment = self._assign(k, ctx)
-        weights = x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes
-        x, sizes = kernels.merge(x, assignment, sizes=sizes, by_size=True)
-        return BlockOutput(block.add_mlp(x), sizes, assignment, weights)
-
-    @torch.no_grad()
-    def _assign(self, k: Tensor, ctx: BlockContext) -> Assignment:
-        unit = unit_rows(k.mean(dim=1)[:, ctx.protected :])
-        roots = agglomerate(1 - unit @ unit.transpose(1, 2), ctx.r, self.linkage)
+    def assign(self, keys: Tensor, ctx: BlockContext) -> Assignment:
+        keys = keys[:, ctx.protected :]
+        roots = agglomerate(1 - keys @ keys.transpose(1, 2), ctx.r, self.linkage)
         return Assignment.of_roots(roots, roots.shape[1] - ctx.r, protected=ctx.protected)
 
     def run_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int:

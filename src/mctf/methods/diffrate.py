@@ -164,13 +164,16 @@ class DiffRate(Method):
     def default_blocks(self, depth: int) -> range:
         return range(depth)
 
+    def can_trim(self, *, reduces: bool) -> bool:
+        return True
+
     def num_requested(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         """The count itself, or that ratio of the unprotected tokens, rounded: floors would add up over the blocks."""
         return amount if isinstance(amount, int) else floor(amount * (tokens - protected) + 0.5)
 
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         """Attention on all N tokens, then dropping and merging, then the MLP on the remaining M."""
-        key_sizes = sizes if self.proportional else None
+        key_sizes = self.key_sizes(sizes)
         if ctx.r == 0:
             return BlockOutput(run_unfused(block, x, key_sizes), sizes)
         h = block.norm1(x)

@@ -22,24 +22,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import kernels
 from ..core.assignment import Assignment
 from ..core.flops import BlockShape
-from ..core.matching import rank_descending, unit_rows
+from ..core.matching import rank_descending
 from ..core.schedule import ReductionSpec
-from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, check_number, run_unfused
+from .base import BlockContext, check_number
+from .tome import KeyMergingMethod
 
 
 @dataclass(frozen=True)
-class PiToMe(Method):
-    """r = 0.1, the default, keeps 0.9 of the unprotected tokens of every block.
+class PiToMe(KeyMergingMethod):
+    """r = 0.1, the default, keeps 0.9 of the unprotected tokens of every block; `proportional` as in the base.
 
     margin: cosine from which on tokens count as alike, in the first block; it falls to 0 over the depth.
-    proportional: add log(size) to the attention logits of merged keys.
     """
 
     margin: float = 0.75
-    proportional: bool = True
 
     name: ClassVar[str] = "pitome"
     summary: ClassVar[str] = "PiToMe (NeurIPS 2024): merges keys that resemble many others, protects the rest"
@@ -47,41 +45,25 @@ class PiToMe(Method):
 
     def __post_init__(self) -> None:
         check_number(1, margin=self.margin)
-        check_bool(proportional=self.proportional)
+        super().__post_init__()
 
     def default_blocks(self, depth: int) -> range:
         return range(depth)
 
-    def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
-        """Attention on all N tokens, then merging, then the MLP on the remaining M."""
-        key_sizes = sizes if self.proportional else None
-        if ctx.r == 0:
-            return BlockOutput(run_unfused(block, x, key_sizes), sizes)
-        h = block.norm1(x)
-        q, k, v = block.queries_keys_values(h)
-        context = block.attend(q, k, v, sizes=key_sizes)
-        x = block.add_attention(x, block.finish_context(context, h))
-
-        assignment = self._assign(k, ctx)
-        weights = x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes
-        x, sizes = kernels.merge(x, assignment, sizes=sizes, by_size=True)
-        return BlockOutput(block.add_mlp(x), sizes, assignment, weights)
-
-    @torch.no_grad()
-    def _assign(self, k: Tensor, ctx: BlockContext) -> Assignment:
-        unit = unit_rows(k.mean(dim=1)[:, ctx.protected :])
-        cosines = unit @ unit.transpose(1, 2)  # B n n
+    def assign(self, keys: Tensor, ctx: BlockContext) -> Assignment:
+        keys = keys[:, ctx.protected :]
+        cosines = keys @ keys.transpose(1, 2)  # B n n
         energy = F.elu(cosines - self.margin * (1 - ctx.index / ctx.depth)).mean(dim=2)
         ranked = energy.argsort(dim=1, descending=True, stable=True)
         if 2 * ctx.index >= ctx.depth:
             ranked = ranked[:, : 2 * ctx.r]
         first, second = ranked[:, ::2], ranked[:, 1::2]
-        tokens = cosines.shape[1]
+        batch, tokens, _ = cosines.shape
         scores = cosines.gather(1, first[:, :, None].expand(-1, -1, tokens))
         scores = scores.gather(2, second[:, None, :].expand(-1, first.shape[1], -1))
         best, match = scores.max(dim=2)
         joined = torch.where(rank_descending(best) < ctx.r, second.gather(1, match), first)
-        roots = torch.arange(tokens, device=k.device).expand(k.shape[0], -1).scatter(1, first, joined)
+        roots = torch.arange(tokens, device=keys.device).expand(batch, -1).scatter(1, first, joined)
         return Assignment.of_roots(roots, tokens - ctx.r, protected=ctx.protected)
 
     def run_macs(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> int:
