@@ -28,7 +28,7 @@ from .tome import KeyMergingMethod
 
 @dataclass(frozen=True)
 class ATC(KeyMergingMethod):
-    """r = 0.3, the default, leaves 0.7 of the unprotected tokens, then 0.7^2, then 0.7^3; `proportional` as in the base.
+    """r = 0.3, the default, leaves 0.7 of the unprotected tokens, then 0.7^2, 0.7^3; `proportional` as in the base.
 
     linkage: distance between clusters, from the distances between their tokens: their "average", the smallest
         ("single") or the largest ("complete").
