@@ -97,6 +97,17 @@ def test_equal_tokens_leave_no_cluster_empty(linkage: str) -> None:
                 assert len(roots.unique()) == 12 - merges
 
 
+@pytest.mark.parametrize("linkage", LINKAGES)
+@pytest.mark.parametrize("undefined", [float("nan"), float("inf"), float("-inf")])
+def test_undefined_distances_leave_no_cluster_empty(linkage: str, undefined: float) -> None:
+    rows, every = torch.zeros(2, 8, 8), torch.full((2, 8, 8), undefined)
+    rows[0, 3], rows[0, :, 3] = undefined, undefined
+    for distances in (rows, every):
+        for merges in range(8):
+            for roots in agglomerate(distances, merges, linkage):
+                assert len(roots.unique()) == 8 - merges
+
+
 def test_the_input_of_the_operator_stays_as_it_is() -> None:
     distances = torch.rand(1, 6, 6)
     before = distances.clone()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 LINKAGES = ("average", "single", "complete")
+_FAR = 1e30  # the distance of tokens that are not finite; infinite is only what may not be merged
 
 
 @torch.library.custom_op("mctf::agglomerate", mutates_args=())
@@ -22,7 +23,7 @@ def agglomerate(distances: Tensor, r: int, linkage: str) -> Tensor:
     inf = float("inf")
     batch, n, _ = distances.shape
     image, index = torch.arange(batch, device=distances.device), torch.arange(n, device=distances.device)
-    distances = distances.masked_fill(index[:, None] == index, inf)
+    distances = distances.nan_to_num(_FAR, _FAR, -_FAR).masked_fill(index[:, None] == index, inf)
     counts = distances.new_ones(batch, n)
     roots = index.repeat(batch, 1)
     nearest, partner = distances.min(dim=2)  # of each cluster
