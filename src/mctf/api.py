@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import nn
 
-from .core.schedule import ReductionSpec, make_schedule, read_blocks
+from .core.schedule import ReductionSpec, read_blocks
 from .errors import MctfError
 from .hosts import find_host
 from .hosts._inspect import check_model
@@ -65,10 +65,9 @@ def _fuse(
     if find_stack(model) is not None:
         raise MctfError("the model is fused already: mctf.set_r changes r; mctf.unfuse comes before another method")
     host = find_host(model)
-    chosen_method = chosen_method.resolve(class_token=host.class_token)
+    chosen_method = chosen_method.resolve(class_token=host.class_token).fit(lambda: host.architecture(None).blocks)
     r = chosen_method.default_r if r is None else r
-    default_blocks = chosen_method.default_blocks(host.depth)
-    schedule = make_schedule(r, depth=host.depth, blocks=block_numbers, default_blocks=default_blocks)
+    schedule = chosen_method.make_schedule(r, depth=host.depth, blocks=block_numbers)
     chosen_method.check_schedule(schedule)
     layers = None
     if chosen_method.learned:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ._utils import format_blocks, format_counts, parse_image_size
 from .core.flops import Cost
-from .core.schedule import Amount, Reduction, ReductionSpec, make_schedule, plain_r, read_blocks, reductions
+from .core.schedule import Amount, Reduction, ReductionSpec, plain_r, read_blocks, reductions
 from .errors import MctfError, shown
 from .hosts import Architecture, find_host
 from .methods import make_method
@@ -127,9 +127,10 @@ def plan(
         architecture = host.architecture(size)
     elif not isinstance(architecture, Architecture):
         raise MctfError(f"architecture={shown(architecture)} is no Architecture: leave it out")
-    depth = len(architecture.blocks)
+    shapes = architecture.blocks
+    chosen, depth = chosen.fit(lambda: shapes), len(shapes)
     r = chosen.default_r if r is None else r
-    schedule = make_schedule(r, depth=depth, blocks=read_blocks(blocks), default_blocks=chosen.default_blocks(depth))
+    schedule = chosen.make_schedule(r, depth=depth, blocks=read_blocks(blocks))
     chosen.check_schedule(schedule)
     with torch.device("meta"):
         layers = chosen.make_layers(architecture.blocks, schedule)

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, nn
 
 from .core.positions import TokenPositions, positions_after
-from .core.schedule import Amount, ReductionSpec, make_schedule, plain_r, reductions, stage_of
+from .core.schedule import Amount, ReductionSpec, plain_r, reductions, stage_of
 from .core.selection import fill_padding
 from .errors import MctfError
 from .methods.base import BlockContext, BlockOps, BlockOutput, Method, run_first
@@ -145,6 +145,7 @@ class FusedStack(nn.Module):
         self.dense = dense
         self.trim_last = trim_last
         self.restores = restores
+        self.depth = len(self)  # of the whole model, also in a stack of its first few blocks
         self.blocks = None if blocks is None else tuple(block % len(self) for block in blocks)
         self.schedule: tuple[Amount, ...] = ()
         self._layers = (layers,)  # in a tuple: not to be registered
@@ -168,11 +169,8 @@ class FusedStack(nn.Module):
 
         Raises MctfError where the method cannot follow it, or has no layers for a block.
         """
-        default_blocks = self.method.default_blocks(len(self))
         per_block = isinstance(r, Sequence) and not isinstance(r, str)  # it names every block itself
-        schedule = make_schedule(
-            r, depth=len(self), blocks=None if per_block else self.blocks, default_blocks=default_blocks
-        )
+        schedule = self.method.make_schedule(r, depth=len(self), blocks=None if per_block else self.blocks)
         self.method.check_schedule(schedule)
         if self.layers is not None:
             lacking = next(
@@ -253,7 +251,7 @@ class FusedStack(nn.Module):
             r=r,
             protected=protected,
             index=index,
-            depth=len(self),
+            depth=self.depth,
             method_state=state.method_state,
             layers=layers[str(index)] if layers is not None and str(index) in layers else None,
             training=self.training,
@@ -301,6 +299,7 @@ class FusedStack(nn.Module):
         container, r = nn.Sequential(*self.block_modules()[:stop]), self.schedule[:stop]
         trim_last = self.trim_last and stop == len(self)
         first = FusedStack(container, self.host, self.method, r=r, blocks=None, dense=self.dense, trim_last=trim_last)
+        first.depth = self.depth
         first._layers = self._layers
         first.training = self.training
         first.bound_block = self.bound_block
@@ -387,7 +386,7 @@ class BoundBlock(_BlockProxy):
         state = state.after(output, shares=stack.host.uses_positions)
         run.states[index + 1] = state
         result = state.unpool(output.x)
-        if index + 1 == len(stack):
+        if index + 1 == stack.depth:
             restored = stack.method.restore_tokens(output.x, state.method_state)
             result = result if restored is None else restored
         # with gradient a checkpointed block must depend on nothing but what it is given

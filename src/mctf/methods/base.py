@@ -4,7 +4,7 @@ Axes: B images, H heads, N tokens entering a block, M tokens after it, C channel
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..core.assignment import Assignment
 from ..core.attention import ReceivedAttention
 from ..core.flops import BlockShape, Cost
-from ..core.schedule import Amount, ReductionSpec, requested_tokens
+from ..core.schedule import Amount, ReductionSpec, make_schedule, requested_tokens
 from ..errors import MctfError, shown
 
 _MOST = 3e38  # about the largest number of float32, in which kernels take options
@@ -216,6 +216,14 @@ class Method(ABC):
     def resolve(self, *, class_token: bool) -> Self:
         """This method for a model with or without a class token; raises MctfError where it cannot work."""
         return self
+
+    def fit(self, shapes: Callable[[], Sequence[BlockShape]]) -> Self:
+        """This method for a model with blocks of these shapes, which are worked out when they are asked for."""
+        return self
+
+    def make_schedule(self, r: ReductionSpec, *, depth: int, blocks: Iterable[int] | None) -> tuple[Amount, ...]:
+        """One amount per block from the user's `r` and `blocks`; raises MctfError where they make no sense."""
+        return make_schedule(r, depth=depth, blocks=blocks, default_blocks=self.default_blocks(depth))
 
     def check_schedule(self, schedule: Sequence[Amount]) -> None:  # noqa: B027 (most methods follow any schedule)
         """Raise MctfError for amounts per block that the method cannot follow."""
