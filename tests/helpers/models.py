@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 REFERENCED = ("mctf", "mctf_exact", "tome")  # `reference` has them; between them they use every piece of BlockOps
-METHODS = (*REFERENCED, "pitome", "atc")  # methods that take every model, and whose sizes count the input tokens
+METHODS = (*REFERENCED, "ward", "pitome", "atc")  # they take every model, and their sizes count the input tokens
 _FAMILY_OF_NAME = {name: family for family in FAMILIES for name in family.builders}
 NAMES = tuple(_FAMILY_OF_NAME)
 CHOSEN = tuple(name for family in FAMILIES for name in family.chosen)

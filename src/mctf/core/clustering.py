@@ -6,7 +6,7 @@ The cost of fusing two tokens is the growth of the weighted squared error when b
 
 with u the tokens divided by their norms. Exact agglomeration fuses the cheapest pair again and again. A round does it
 for many pairs at once: every token seeks its cheapest partner among those of larger weight, and the cheapest tokens
-join theirs. Distances between clusters follow from those between tokens (Lance and Williams), which are multiplied once.
+join theirs. Distances between clusters follow from those between tokens (Lance and Williams): one matrix product.
 
 Protected tokens (class, distillation, registers) come first, take no part and keep the first slots.
 
@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from .assignment import Assignment
+from .attention import TINY
 from .matching import unit_rows
+
+_FARTHEST = 4.0  # squared distance of opposite unit vectors
 
 
 def token_weights(informativeness: Tensor, sizes: Tensor | None) -> Tensor:
@@ -25,13 +28,14 @@ def token_weights(informativeness: Tensor, sizes: Tensor | None) -> Tensor:
 
     The attention a that a token receives grows with its size already; times s, large tokens would never be fused.
     """
-    return informativeness if sizes is None else informativeness * sizes.sqrt()
+    weights = informativeness if sizes is None else informativeness * sizes.sqrt()
+    return weights.nan_to_num(nan=TINY, posinf=1 / TINY).clamp_min(TINY)  # images of undefined numbers are fused, too
 
 
 def squared_distances(x: Tensor, *, protected: int) -> Tensor:
     """Squared distances between the unprotected tokens, each divided by its norm: B n n, float32 or wider."""
     unit = unit_rows(x[:, protected:])
-    return (2 - 2 * (unit @ unit.transpose(1, 2))).clamp_min_(0)
+    return (2 - 2 * (unit @ unit.transpose(1, 2))).nan_to_num_(nan=_FARTHEST).clamp_min_(0)
 
 
 def cluster(distances: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int) -> Assignment:

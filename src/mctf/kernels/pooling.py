@@ -71,7 +71,8 @@ def pool(
         x, y_pointer, weights_pointer, sizes_pointer, order, start, x_out, y_out, sizes_out, masses_out,
         tokens, count, x_channels, y_channels, *x.stride()[:2], *y_pointer.stride()[:2],
         HAS_Y=y is not None, HAS_WEIGHTS=weights is not None, HAS_SIZES=sizes is not None, BY_SIZE=by_size,
-        KEEP_NORM=keep_norm, TRAIN=train, MEMBERS=tile.members, X=max(1, x_width // parts), Y=max(1, y_width // parts), num_warps=1,
+        KEEP_NORM=keep_norm, TRAIN=train, MEMBERS=tile.members,
+        X=max(1, x_width // parts), Y=max(1, y_width // parts), num_warps=1,
     )  # fmt: skip
     return x_out, y_out, sizes_out, masses_out
 

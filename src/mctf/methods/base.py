@@ -14,9 +14,11 @@ from ..core.assignment import Assignment
 from ..core.attention import ReceivedAttention
 from ..core.flops import BlockShape, Cost
 from ..core.schedule import Amount, ReductionSpec, make_schedule, requested_tokens
-from ..errors import MctfError, shown
+from ..errors import MctfError, did_you_mean, shown
 
 _MOST = 3e38  # about the largest number of float32, in which kernels take options
+
+INFORMATIVENESS = ("mean", "class", "both", "auto")
 
 
 class BlockOps(Protocol):
@@ -333,6 +335,23 @@ def check_bool(**options: object) -> None:
     for option, value in options.items():
         if not isinstance(value, bool):
             raise MctfError(f"{option}={shown(value)} must be True or False")
+
+
+def check_choice(**options: tuple[object, Sequence[str]]) -> None:
+    """Raise MctfError unless each option, given with its choices, is one of them."""
+    for option, (value, choices) in options.items():
+        if not isinstance(value, str) or value not in choices:
+            word = value if isinstance(value, str) else shown(value)
+            raise MctfError(f"{option}={shown(value)} is unknown: {did_you_mean(word, choices)}")
+
+
+def resolve_informativeness(choice: str, class_token: bool) -> str:
+    """The rows of attention that make a token informative: "auto" is "both" with a class token and "mean" without."""
+    if choice == "auto":
+        return "both" if class_token else "mean"
+    if choice != "mean" and not class_token:
+        raise MctfError(f"informativeness={choice!r} reads the class token, which this model does not have: use 'mean'")
+    return choice
 
 
 def check_number(most: float = _MOST, hint: str = "", **options: object) -> None:

@@ -23,13 +23,24 @@ from .. import kernels
 from ..core.assignment import Assignment, joint_weights
 from ..core.flops import BlockShape, split_product
 from ..core.matching import Criteria
-from ..errors import MctfError, did_you_mean, shown
-from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, check_number, run_unfused
+from ..errors import MctfError
+from .base import (
+    INFORMATIVENESS,
+    BlockContext,
+    BlockOps,
+    BlockOutput,
+    Method,
+    check_bool,
+    check_choice,
+    check_number,
+    resolve_informativeness,
+    run_unfused,
+)
 
 _CHOICES = {
     "pooling": ("attention", "size", "mean", "max"),
     "attention": ("one_step_ahead", "precise", "previous", "exact"),
-    "informativeness": ("mean", "class", "both", "auto"),
+    "informativeness": INFORMATIVENESS,
 }
 
 
@@ -64,11 +75,7 @@ class MCTF(Method):
     def __post_init__(self) -> None:
         taus = {"tau_sim": self.tau_sim, "tau_info": self.tau_info, "tau_size": self.tau_size}
         check_number(hint=" (0 switches it off)", **taus)
-        for option, choices in _CHOICES.items():
-            value = getattr(self, option)
-            if not isinstance(value, str) or value not in choices:
-                word = value if isinstance(value, str) else shown(value)
-                raise MctfError(f"{option}={shown(value)} is unknown: {did_you_mean(word, choices)}")
+        check_choice(**{option: (getattr(self, option), choices) for option, choices in _CHOICES.items()})
         check_bool(bidirectional=self.bidirectional, proportional=self.proportional)
         if self.attention == "exact" and self.pooling == "max":
             raise MctfError(
@@ -76,14 +83,7 @@ class MCTF(Method):
             )
 
     def resolve(self, *, class_token: bool) -> Self:
-        if self.informativeness == "auto":
-            return replace(self, informativeness="both" if class_token else "mean")
-        if self.informativeness != "mean" and not class_token:
-            raise MctfError(
-                f"informativeness={self.informativeness!r} reads the class token, which this model does not have: "
-                "use 'mean'"
-            )
-        return self
+        return replace(self, informativeness=resolve_informativeness(self.informativeness, class_token))
 
     def can_trim(self, *, reduces: bool) -> bool:
         return not reduces or self.attention in ("exact", "previous")

@@ -13,7 +13,18 @@ from torch import Tensor
 
 from .. import kernels
 from ..core.flops import BlockShape
-from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, check_whole, run_unfused
+from .base import (
+    INFORMATIVENESS,
+    BlockContext,
+    BlockOps,
+    BlockOutput,
+    Method,
+    check_bool,
+    check_choice,
+    check_whole,
+    resolve_informativeness,
+    run_unfused,
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,8 @@ class Ward(Method):
     rounds: of clustering per block; more come closer to fusing one pair at a time.
     proportional: add log(size) to the attention logits of fused keys.
     norm: give a fused token the mean norm of its members; their mean alone is shorter.
+    informativeness: attention received from all tokens ("mean"), from the "class" token, or the mean of "both";
+        "auto" is "both" where there is a class token and "mean" elsewhere.
     """
 
     rounds: int = 4
@@ -39,9 +52,10 @@ class Ward(Method):
     def __post_init__(self) -> None:
         check_whole(1, most=64, rounds=self.rounds)
         check_bool(proportional=self.proportional, norm=self.norm)
+        check_choice(informativeness=(self.informativeness, INFORMATIVENESS))
 
     def resolve(self, *, class_token: bool) -> Self:
-        return replace(self, informativeness="both" if class_token else "mean")
+        return replace(self, informativeness=resolve_informativeness(self.informativeness, class_token))
 
     def default_blocks(self, depth: int) -> range:
         """From a quarter of the depth on, but for the last block: 3 to 10 of twelve."""
