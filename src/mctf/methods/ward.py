@@ -45,7 +45,7 @@ class Ward(Method):
 
     name: ClassVar[str] = "ward"
     summary: ClassVar[str] = "Ward's clustering of tokens weighted by attention and size, attention exact; no training"
-    default_r: ClassVar[float] = 0.18
+    default_r: ClassVar[float] = 0.2
     min_tokens: ClassVar[int] = 10
     trims_last: ClassVar[bool] = True
 
