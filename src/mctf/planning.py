@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ._utils import format_blocks, format_counts, parse_image_size
-from .core.budget import ReductionSweep, parse_flops, reduction_steps
+from .core.budget import ReductionSweep, check_flops, reduction_steps
 from .core.flops import Cost
 from .core.schedule import Amount, Reduction, ReductionSpec, make_schedule, plain_r, read_blocks, reductions
 from .errors import MctfError, shown
@@ -138,7 +138,7 @@ class FusionRequest:
         """The arguments of `mctf.fuse`; raises MctfError where they contradict each other."""
         if r is not None and flops is not None:
             raise MctfError(f"r={shown(r)} and flops={shown(flops)} both say how much to fuse: give one of them")
-        budget = None if flops is None else parse_flops(flops)
+        budget = None if flops is None else check_flops(flops)
         numbers = read_blocks(blocks)
         if schedule is not None:
             for name, given in (("r", r), ("flops", flops), ("blocks", numbers)):

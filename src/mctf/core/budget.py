@@ -18,15 +18,25 @@ from .schedule import ReductionSpec
 _RATIOS = tuple(thousandths / 1000 for thousandths in range(1, 1000))
 
 
-def parse_flops(value: object) -> float:
-    """The share of the baseline's FLOPs to keep, above 0 and at most 1; text that is a number counts as one."""
+def check_flops(value: object) -> float:
+    """The share of the baseline's FLOPs to keep; raises MctfError unless it is a number above 0 and at most 1."""
     try:
-        number = float(value) if isinstance(value, (str, Real)) and not isinstance(value, bool) else 0.0
-    except (ValueError, OverflowError):
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
+    except OverflowError:
         number = 0.0
     if not 0 < number <= 1:
         raise MctfError(f"flops={shown(value)} is no share of the baseline's FLOPs: write 0.56 to keep 56 % of them")
     return number
+
+
+def parse_flops(value: object) -> float:
+    """`check_flops` of a number or of its text, as typed in a shell or a config file."""
+    try:
+        return check_flops(float(value) if isinstance(value, str) else value)
+    except ValueError:
+        raise MctfError(
+            f"flops={shown(value)} is no share of the baseline's FLOPs: write 0.56 to keep 56 % of them"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,15 @@ def build_around(
             original.model.compile()
     if method is not None:
         with warnings.catch_warnings(action="ignore", category=UntrainedWarning):
-            fuse(model, recipe.method, r=recipe.r, blocks=recipe.blocks, **recipe.method_options)
+            fuse(
+                model,
+                recipe.method,
+                r=recipe.r,
+                flops=recipe.flops,
+                blocks=recipe.blocks,
+                schedule=recipe.schedule,
+                **recipe.method_options,
+            )
     # after fusing, so that the layers of a learned method are averaged and trained as well
     ema = None if recipe.ema is None else ModelEmaV3(model, decay=recipe.ema, use_warmup=True)
     optimizer = make_optimizer(model, recipe)
