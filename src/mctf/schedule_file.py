@@ -80,11 +80,7 @@ class Schedule:
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        atomic_write(path, schedule_text(self).encode())
-
-
-def schedule_text(schedule: Schedule) -> str:
-    return json.dumps(schedule.as_dict(), indent=2) + "\n"
+        atomic_write(path, (json.dumps(self.as_dict(), indent=2) + "\n").encode())
 
 
 def read_schedule(source: object) -> Schedule:

@@ -122,7 +122,9 @@ def command(
 
     saved = None if schedule is None else read_schedule(schedule)
     if saved is not None and (reductions or budgets or methods):
-        raise MctfError("a schedule says what each block fuses, and by which method: leave out -r, --flops and --method")
+        raise MctfError(
+            "a schedule says what each block fuses, and by which method: leave out -r, --flops and --method"
+        )
     if saved is not None:
         methods = [saved.method]
     methods = ["mctf", "mctf_exact", "tome"] if methods is None else methods

@@ -63,9 +63,9 @@ def command(
     """Which method stays closest to the predictions of MODEL at equal cost.
 
     MODEL is a timm name, or hf:NAME. Each method is brought as close to the target cost as possible, in its own
-    blocks. A schedule is compared at its own cost. Agreement, KL and cosine compare with the baseline, the unfused model. Learned methods use the layers in
-    --weights, otherwise untrained ones, which the table marks. A method that does not support the model, or cannot
-    reach a target, is listed with the reason.
+    blocks. A schedule is compared at its own cost. Agreement, KL and cosine compare with the baseline, the unfused
+    model. Learned methods use the layers in --weights, otherwise untrained ones, which the table marks. A method that
+    does not support the model, or cannot reach a target, is listed with the reason.
     """
     methods = _known_methods(methods)
     check_outputs(output, plot, inputs=(options["data"], options["weights"], options["classes"], schedule))

@@ -50,9 +50,7 @@ Examples:
 @click.argument("model")
 @click.option("-r", "reductions", type=REDUCTIONS, help="Tokens to fuse per block; 0,4,8,12,16,20 by default.")
 @budgets_option
-@click.option(
-    "--schedule", "schedules", type=FILE, multiple=True, help="A schedule that mctf tune wrote; repeatable."
-)
+@click.option("--schedule", "schedules", type=FILE, multiple=True, help="A schedule that mctf tune wrote; repeatable.")
 @click.option("--method", "-m", "methods", type=NAMES, help="Methods, as in mctf,tome; mctf by default.")
 @options_option
 @blocks_option

@@ -206,7 +206,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def data_options(*last: Decorator) -> Decorator:
     """The fields of `mctf.evaluation.setup.RunOptions` except the model and the limit, then these options."""
-    options = (
+    options: tuple[Decorator, ...] = (
         click.option("--data", required=True, help="Folder or zip files of class/name images, or hf:NAME[:SPLIT]."),
         weights_option,
         classes_option,

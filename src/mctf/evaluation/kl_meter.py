@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .._utils import atomic_write, first_line
 from ..api import fuse, fused_stack
-from ..errors import MctfError, shown
+from ..errors import MctfError
 from ..methods.base import BlockOutput
 from ..models.loading import copy_sharing_weights
 from .fidelity import kl_divergence
@@ -123,26 +123,25 @@ class KLMeter:
         """KL per image of each schedule, float64, over at least this many images; all of them by default."""
         wanted = min(self.images, self.images if images is None else images)
         schedules = list(schedules)
+        # sorted: neighbors share most of their first blocks
         missing = sorted(each for each in set(schedules) if len(self.file.scores.get(each, ())) < wanted)
         start = 0
-        for index, batch in enumerate(self.batches):
-            end = start + len(batch)
-            open_ones = [each for each in missing if len(self.file.scores.get(each, ())) == start]
-            if start < wanted and open_ones:
-                self._measure(index, batch, open_ones)
-            start = end
-        if missing:
-            self.file.save()
-        return [torch.tensor(self.file.scores[each], dtype=torch.float64)[: self._whole(wanted)] for each in schedules]
+        for index, batch in enumerate(self.first(wanted)):
+            lacking = [each for each in missing if len(self.file.scores.get(each, ())) == start]
+            if lacking:
+                self._measure(index, batch, lacking)
+                self.file.save()
+            start += len(batch)
+        return [torch.tensor(self.file.scores[each][:start], dtype=torch.float64) for each in schedules]
 
-    def _whole(self, wanted: int) -> int:
-        """The number of images in the batches that are needed for so many."""
+    def first(self, images: int | None) -> Sequence[Tensor]:
+        """The first batches, with at least this many images where there are as many; all of them for None."""
         total = 0
-        for batch in self.batches:
-            if total >= wanted:
-                break
+        for index, batch in enumerate(self.batches):
+            if images is not None and total >= images:
+                return self.batches[:index]
             total += len(batch)
-        return total
+        return self.batches
 
     @torch.inference_mode()
     def _measure(self, index: int, batch: Tensor, schedules: Sequence[Schedule]) -> None:
@@ -178,9 +177,3 @@ class KLMeter:
         if index >= self._shared:
             self._outputs[index] = self._run_block(index, x, **given)
         return self._outputs[index]
-
-
-def check_share(name: str, value: object) -> None:
-    """Raise MctfError unless the value is a positive, finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise MctfError(f"{name} {shown(value)} is no positive number: write {name} 0.02")

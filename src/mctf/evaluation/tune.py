@@ -24,13 +24,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from .. import planning
+from ..api import fuse
+from ..core.flops import BlockShape
+from ..core.schedule import reductions
 from ..errors import MctfError
 from ..hosts import Architecture, find_host
 from ..methods import make_method
+from ..models.loading import copy_sharing_weights
+from ..planning import FusionRequest, Plan, _plan
 from .kl_meter import KLMeter, Schedule
 from .timing import time_interleaved
 
@@ -80,20 +83,28 @@ class Tuner:
         phase: Callable[[str], object] = lambda text: None,
     ) -> None:
         self.model, self.meter, self.architecture, self.phase = model, meter, architecture, phase
+        self.options = dict(options)
         self.host = find_host(model)
         self.method = make_method(method, dict(options)).resolve(class_token=self.host.class_token)
         self.depth = len(architecture.blocks)
-        self._plan_of = partial(planning.plan, model, method=method, architecture=architecture, **options)
-        self._plans: dict[Schedule, planning.Plan] = {}
-        self._request = partial(planning.FusionRequest.of, method, r=None, schedule=None, options=options)
+        self._plans: dict[Schedule, Plan] = {}
+        self._request = partial(FusionRequest.of, method, r=None, schedule=None, options=options)
         self.blocks = self._allowed_blocks()
         self._curves: list[tuple[np.ndarray, np.ndarray]] | None = None
+        self._tables: dict[tuple[BlockShape, bool], np.ndarray] = {}
+
+    def passes(self) -> int:
+        """About how many batches a search measures."""
+        few, some, every = (len(self.meter.first(count)) for count in (SENSITIVITY_IMAGES, SCREEN_IMAGES, None))
+        sensitivities = len(_SENSITIVITY_SHARES) * len(self.blocks) * few
+        local = len(_STEPS) * (len(self.blocks) + 2) * every
+        return sensitivities + 14 * some + local + len(_OFFSETS) * (3 * few + 2 * every)
 
     # Schedules and their cost
 
-    def plan(self, schedule: Schedule) -> planning.Plan:
+    def plan(self, schedule: Schedule) -> Plan:
         if schedule not in self._plans:
-            self._plans[schedule] = self._plan_of(r=schedule)
+            self._plans[schedule] = _plan(self.architecture, self.method, schedule, schedule)
         return self._plans[schedule]
 
     def share(self, schedule: Schedule) -> float:
@@ -106,7 +117,9 @@ class Tuner:
 
     def _counts(self, amounts: Sequence[float]) -> Schedule:
         """The counts that a schedule comes to."""
-        return tuple(step.num_reduced for step in self._plan_of(r=tuple(amounts)).reductions)
+        tokens, protected = self.architecture.tokens, self.architecture.protected
+        steps = reductions(tuple(amounts), tokens, protected=protected, method=self.method)
+        return tuple(step.num_reduced for step in steps)
 
     def _allowed_blocks(self) -> list[int]:
         """Blocks that may fuse: not the last one, after which nothing is cheaper, nor those that the method refuses."""
@@ -127,7 +140,7 @@ class Tuner:
         return np.array([step.num_reduced / tokens for step, tokens in zip(steps, left, strict=True)])
 
     def fit(self, ratios: np.ndarray, limit: float) -> Schedule | None:
-        """Ratios in this proportion at a share of at most `limit`, as close to it as counts allow; None if impossible."""
+        """Ratios in this proportion at a share of at most `limit`, as close to it as possible; None out of reach."""
         if not ratios.any():
             return None
 
@@ -169,6 +182,11 @@ class Tuner:
             y = np.maximum.accumulate([max(1e-9, next(values).mean().item()) for _ in curve])
             self._curves.append((np.log(x), np.log(y)))
 
+    def _least_kl(self, block: int) -> float:
+        """KL of the smallest measured reduction in one block alone."""
+        assert self._curves is not None
+        return float(np.exp(self._curves[self.blocks.index(block)][1][0]))
+
     def solve(self, limit: float) -> Schedule | None:
         """The schedule that the sensitivities predict to be best at a share of at most `limit`."""
         if self._curves is None:
@@ -178,7 +196,9 @@ class Tuner:
         lowest = max(protected + 1, self.method.min_tokens, 1)
         levels = np.arange(tokens, lowest - 1, -step)
         compression = np.log(np.maximum(tokens / levels, 1 + 1e-12))
-        curves = {block: _curve(*each, compression) for block, each in zip(self.blocks, self._curves or [], strict=True)}
+        curves = {
+            block: _curve(*each, compression) for block, each in zip(self.blocks, self._curves or [], strict=True)
+        }
         costs = [self._cost_table(block, levels) for block in range(self.depth)]
         low, high = 0.0, 1.0
         while self._share_at(high, levels, curves, costs)[1] > limit:
@@ -194,19 +214,17 @@ class Tuner:
 
     def _cost_table(self, block: int, levels: np.ndarray) -> np.ndarray:
         """Cost of a block from level i to level j, as a share of the baseline's; infinite where it cannot go there."""
-        shape, protected = self.architecture.blocks[block], self.architecture.protected
+        shape, protected, may_fuse = self.architecture.blocks[block], self.architecture.protected, block in self.blocks
+        if (shape, may_fuse) in self._tables:
+            return self._tables[shape, may_fuse]
         baseline = self.plan((0,) * self.depth).gflops_base * 1e9
-        if block and shape == self.architecture.blocks[block - 1] and (block in self.blocks) == (
-            block - 1 in self.blocks
-        ):
-            return self._tables
         table = np.full((len(levels), len(levels)), np.inf)
         for i, tokens in enumerate(levels):
-            for j in range(i, len(levels) if block in self.blocks else i + 1):
+            for j in range(i, len(levels) if may_fuse else i + 1):
                 count = int(tokens - levels[j])
                 if count <= (tokens - protected) // 2:
                     table[i, j] = self.method.cost(shape, int(tokens), count, protected=protected).paper / baseline
-        self._tables = table
+        self._tables[shape, may_fuse] = table
         return table
 
     def _share_at(
@@ -241,7 +259,7 @@ class Tuner:
         return default, max(budget, self.share(default))
 
     def start(self, limit: float) -> list[Schedule]:
-        """Schedules to begin with: the solver's, and ratios that are constant or change with depth, from some blocks on."""
+        """Schedules to begin with: the solver's, and ratios constant or changing with depth, from some blocks on."""
         found = [self.solve(limit)]
         quarter = self.depth // 4
         for first in sorted({max(self.blocks[0], quarter + shift) for shift in (-1, 0, 1, 2)}):
@@ -274,6 +292,8 @@ class Tuner:
         typical = float(ratios[ratios > 0].mean()) if ratios.any() else 0.1
         moves: dict[int, Schedule] = {}
         for block in self.blocks:
+            if not ratios[block] and self._least_kl(block) > scores.mean() / 2:
+                continue
             moved = ratios.copy()
             moved[block] = ratios[block] * (1 + step) if ratios[block] > typical / 10 else step * typical
             found = self.fit(moved, limit)
@@ -313,12 +333,17 @@ class Tuner:
         )
 
     def pareto(self, best: Point) -> tuple[Point, ...]:
-        """Points around a tuned one: at each budget the better of the solver's schedule and the tuned one, scaled."""
+        """Points around a tuned one: at each budget the better of the solver's schedule and the neighbor's, scaled."""
         self.phase("other budgets")
         points = {best.budget: best}
-        for budget in self.budgets(best.budget):
-            if budget not in points:
-                points[budget] = self.solved_point(budget, best.tuned)
+        budgets = self.budgets(best.budget)
+        upwards = [budget for budget in budgets if budget > best.budget]
+        downwards = [budget for budget in reversed(budgets) if budget < best.budget]
+        for side in (upwards, downwards):
+            tuned = best.tuned
+            for budget in side:
+                points[budget] = self.solved_point(budget, tuned)
+                tuned = points[budget].tuned
         return tuple(points[budget] for budget in sorted(points))
 
     def solved_point(self, budget: float, tuned: Schedule | None = None) -> Point:
@@ -353,8 +378,9 @@ class Tuner:
         points = [self.solved_point(budget) for budget in grid]
         reached = [point for point in points if point.kl <= most]
         if not reached:
+            least = points[-1]
             raise MctfError(
-                f"a KL of {most:g} is out of reach: fusing to {points[-1].flops:.0%} of the FLOPs has {points[-1].kl:.2g}"
+                f"a KL of {most:g} is out of reach: fusing to {least.flops:.0%} of the FLOPs has {least.kl:.2g}"
             )
         budget = reached[0].budget
         if points.index(reached[0]):
@@ -376,7 +402,7 @@ class Tuner:
                 found, high = point, middle
             else:
                 low = middle
-        return Tuning(found, tuple(sorted({each.budget: each for each in [*points, found]}.values(), key=_budget)))
+        return Tuning(found, self.pareto(found))
 
     def tune_speedup(self, wanted: float, *, batch: Tensor) -> Tuning:
         """The most faithful schedule that is `wanted` times as fast as the unfused model on this device."""
@@ -404,34 +430,21 @@ class Tuner:
 
     def speedup(self, schedule: Schedule, batch: Tensor) -> float:
         """Over the unfused model, interleaved, on this batch."""
-        fused = planning_free_copy(self.model, self.method.name, schedule, self._plan_of.keywords)
+        fused = fuse(copy_sharing_weights(self.model), self.method.name, r=schedule, **self.options).eval()
         forwards = {"baseline": partial(self.model, batch), "fused": partial(fused, batch)}
         timings = time_interleaved(forwards, device=batch.device, rounds=7)
         return timings["fused"].speedup_over(timings["baseline"])
 
 
-def planning_free_copy(model: nn.Module, method: str, schedule: Schedule, keywords: Mapping[str, Any]) -> nn.Module:
-    """A fused copy that shares the weights."""
-    from ..api import fuse
-    from ..models.loading import copy_sharing_weights
-
-    options = {name: value for name, value in keywords.items() if name not in ("method", "architecture")}
-    return fuse(copy_sharing_weights(model), method, r=schedule, **options).eval()
-
-
-def _budget(point: Point) -> float:
-    return point.budget
-
-
 def _curve(x: np.ndarray, y: np.ndarray, compression: np.ndarray) -> np.ndarray:
     """KL at these compressions, log(T / t), by a power law between measured points and beyond them; 0 at t = T."""
+    z = np.log(np.maximum(compression, 1e-12))
     if len(x) < 2:
-        values = y[0] + 2 * (np.log(compression) - x[0])
+        values = y[0] + 2 * (z - x[0])
     else:
-        values = np.interp(np.log(compression), x, y)
         first, last = max(1.0, (y[1] - y[0]) / (x[1] - x[0])), max(1.0, (y[-1] - y[-2]) / (x[-1] - x[-2]))
-        values = np.where(np.log(compression) < x[0], y[0] + first * (np.log(compression) - x[0]), values)
-        values = np.where(np.log(compression) > x[-1], y[-1] + last * (np.log(compression) - x[-1]), values)
+        values = np.where(z < x[0], y[0] + first * (z - x[0]), np.interp(z, x, y))
+        values = np.where(z > x[-1], y[-1] + last * (z - x[-1]), values)
     return np.maximum.accumulate(np.where(compression > 1e-9, np.exp(np.minimum(values, 20.0)), 0.0))
 
 
@@ -439,6 +452,3 @@ def _significance(differences: Tensor) -> float:
     """Mean over its standard error."""
     error = differences.std().item() / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
     return differences.mean().item() / error if error > 0 else 0.0
-
-
-__all__ = ["Point", "Tuner", "Tuning", "torch"]
