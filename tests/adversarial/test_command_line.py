@@ -126,12 +126,11 @@ TUNING = [
     (TUNE + " --flops 0.5 --limit 3", "No such option"),
     ("tune nonsense --data {images} --flops 0.5", "timm has no model"),
     ("tune resnet18 --data {images} --flops 0.5 --weights {weights.pt}", "another model"),
-    ("tune embedded --data {empty_folder} --flops 0.5", "holds no images"),
+    ("tune embedded --data {empty_folder} --flops 0.5", "is empty"),
     ("tune embedded --data nowhere --flops 0.5", "there is no"),
     ("tune embedded --data {picture.png} --flops 0.5", "picture.png"),
     ("tune embedded --data {files}/one_image --flops 0.5", "only one image"),
-    ("tune embedded --data {files}/unreadable --flops 0.5", "cannot be"),
-    ("tune embedded --data {files}/unreadable --flops 0.5 --on-corrupt skip", "readable"),
+    ("tune embedded --data {files}/unreadable --flops 0.5", "is not a readable image"),
 ]
 
 PLAN = [

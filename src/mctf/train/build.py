@@ -15,6 +15,7 @@ from ..api import fuse, fused_stack
 from ..data import Feed, FeedOptions, Preprocessing, Progress, make_feed, open_dataset
 from ..distributed import DistributedContext, on_main
 from ..errors import MctfError
+from ..hosts import find_host
 from ..methods._layers import UntrainedWarning
 from ..models.loading import create, load_model
 from .checkpoint import Checkpoints
@@ -144,6 +145,8 @@ def build_trainer(recipe: Recipe, distributed: DistributedContext, *, on_decodin
         model = create(recipe.model, image_size=recipe.image_size, **options)
     else:
         model = load_model(recipe.model, weights=recipe.weights, image_size=recipe.image_size, **options)
+    if recipe.flops is not None or recipe.schedule is not None:  # refused before images are decoded
+        recipe.request().resolve(find_host(model))
     preprocessing = Preprocessing.of(model)
     feed = make_feed(
         recipe.data,
