@@ -459,7 +459,7 @@ def test_a_budget_or_a_schedule_in_place_of_r(place: Path, tmp_path: Path, run: 
     answer = run(*tiny, *images, *amount, "--json")
     assert answer.code == 0, answer.err
     rows = json.loads(answer.out)["rows"]
-    assert [row["r"] for row in rows][0] == 0
+    assert rows[0]["r"] == 0
     if by == "flops":
         assert rows[1]["gflops"] == pytest.approx(0.8 * rows[0]["gflops"], rel=0.03)
     else:

@@ -103,7 +103,7 @@ class Tuner:
         few, some, every = (len(self.meter.first(count)) for count in (SENSITIVITY_IMAGES, SCREEN_IMAGES, None))
         sensitivities = len(_SENSITIVITY_SHARES) * len(self.blocks) * few
         local = len(_STEPS) * (len(self.blocks) + 2) * every
-        return sensitivities + 14 * some + local + len(_OFFSETS) * (3 * few + 2 * every)
+        return sensitivities + 14 * some + 6 * every + local + len(_OFFSETS) * (7 * few + 2 * every)
 
     # Schedules and their cost
 
@@ -263,23 +263,28 @@ class Tuner:
         default = self.default(budget)
         return default, max(budget, self.share(default))
 
-    def start(self, limit: float) -> list[Schedule]:
-        """Schedules to begin with: the solver's, and ratios constant or changing with depth, from some blocks on."""
+    def start(self, default: Schedule, limit: float, tilts: Sequence[float] = _TILTS) -> list[Schedule]:
+        """Schedules to begin with: the solver's, that between it and the default, and ratios from some blocks on.
+
+        tilts: how these ratios change with depth, 0 for constant ones.
+        """
         found = [self.solve(limit)]
+        if found[0] is not None:
+            found.append(self.fit((self.ratios(found[0]) + self.ratios(default)) / 2, limit))
         quarter = self.depth // 4
         for first in sorted({max(self.blocks[0], quarter + shift) for shift in (-1, 0, 1, 2)}):
             chosen = [block for block in self.blocks if block >= first]
-            for tilt in _TILTS if len(chosen) > 1 else _TILTS[:1]:
+            for tilt in tilts:
                 ratios = np.zeros(self.depth)
                 for place, block in enumerate(chosen):
                     ratios[block] = math.exp(tilt * (place / max(1, len(chosen) - 1) - 0.5))
                 found.append(self.fit(ratios, limit))
-        return [each for each in dict.fromkeys(found) if each is not None]
+        return [each for each in dict.fromkeys(found) if each is not None and each != default]
 
     def tune(self, budget: float) -> Point:
         """The best schedule for a share of the FLOPs."""
         default, limit = self.limit(budget)
-        starts = self.start(limit)
+        starts = self.start(default, limit)
         self.phase("schedules to start from")
         screened = self.meter.kl([default, *starts], SCREEN_IMAGES)
         ranked = sorted(zip([default, *starts], screened, strict=True), key=lambda pair: pair[1].mean().item())
@@ -341,7 +346,7 @@ class Tuner:
         )
 
     def pareto(self, best: Point) -> tuple[Point, ...]:
-        """Points around a tuned one: at each budget the better of the solver's schedule and the neighbor's, scaled."""
+        """Points around a tuned one: each the best of the schedules to start from and its neighbor, scaled."""
         self.phase("other budgets")
         points = {best.budget: best}
         budgets = self.budgets(best.budget)
@@ -358,7 +363,9 @@ class Tuner:
         """A budget without local search. tuned: a schedule of another budget, to be scaled."""
         default, limit = self.limit(budget)
         scaled = None if tuned is None else self.fit(self.ratios(tuned), limit)
-        found = [each for each in dict.fromkeys([self.solve(limit), scaled]) if each not in (None, default)]
+        found = self.start(default, limit, tilts=(0.0,))
+        if scaled is not None and scaled not in (*found, default):
+            found.append(scaled)
         screened = self.meter.kl(found, SENSITIVITY_IMAGES)
         ranked = sorted(zip(found, screened, strict=True), key=lambda pair: pair[1].mean().item())
         return self.point(budget, self._better(default, [schedule for schedule, _ in ranked[:1]])[0])
