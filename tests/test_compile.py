@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mctf
-from helpers.models import CHOSEN, METHODS, ONE_PER_OPS, make, make_images, run
+from helpers.models import CHOSEN, METHODS, ONE_PER_OPS, REFERENCED, make, make_images, run
 
 every_method = pytest.mark.parametrize("method", METHODS)
 REDUCTIONS = [4, 6]  # of two blocks: compiling is slow
@@ -19,7 +19,7 @@ def _fresh_compiler() -> None:
 
 # one model per class of BlockOps; the rest of the chosen models are slow tests
 BY_TURNS = [
-    pytest.param(name, METHODS[index % 3], marks=() if name in ONE_PER_OPS else pytest.mark.slow)
+    pytest.param(name, REFERENCED[index % 3], marks=() if name in ONE_PER_OPS else pytest.mark.slow)
     for index, name in enumerate(CHOSEN)
 ]
 

@@ -128,7 +128,7 @@ def test_merging_equal_tokens_changes_nothing(name: str, method: str) -> None:
 def test_pairs_of_equal_tokens_find_each_other(name: str, method: str) -> None:
     model = make(name).double()
     # so high a temperature of the similarity that no difference in the other criteria outweighs it
-    options = {} if method == "tome" else {"tau_sim": 500.0}
+    options = {"tau_sim": 500.0} if method.startswith("mctf") else {}
     assert loss_of_equal_tokens(model, 2, method, r=20, blocks=[1], **options) < 1e-5
 
 

@@ -155,3 +155,14 @@ def test_a_list_speaks_of_every_block_whatever_was_chosen_before() -> None:
     assert model.blocks.schedule == (4, 0, 0, 2)
     mctf.set_r(model, 6)
     assert model.blocks.schedule == (0, 0, 6, 0)
+
+
+@pytest.mark.filterwarnings("ignore::mctf.methods._layers.UntrainedWarning")
+@pytest.mark.parametrize("method", mctf.methods())
+@torch.no_grad()
+def test_the_first_blocks_alone_do_what_they_do_in_the_whole_model(method: str) -> None:
+    """A block knows its place in the depth of the model also where timm runs only the first blocks."""
+    model = mctf.fuse(make("plain"), method)
+    images = make_images(model, 2)
+    whole, early = (model.forward_intermediates(images, indices=[2], stop_early=stop)[1][0] for stop in (False, True))
+    assert torch.equal(early, whole)

@@ -1,6 +1,8 @@
 """fuse, unfuse, set_r: fuse a model in place, restore it, change the schedule."""
 
+import threading
 from collections.abc import Iterable
+from typing import cast
 
 from torch import nn
 
@@ -13,6 +15,8 @@ from .methods.base import check_bool
 from .planning import FusionRequest, ScheduleSource
 from .stack import FusedStack
 
+_CHANGING = threading.RLock()  # two threads that fuse the same model would fuse it twice
+
 
 def fuse(
     model: nn.Module,
@@ -23,6 +27,7 @@ def fuse(
     blocks: Iterable[int] | None = None,
     schedule: ScheduleSource | None = None,
     dense: bool = False,
+    trim_last: bool | None = None,
     **options: object,
 ) -> nn.Module:
     """Make a Vision Transformer cheaper by fusing tokens, in place; `unfuse` takes it back.
@@ -37,21 +42,38 @@ def fuse(
     schedule: in place of r, the file that `mctf tune` wrote, or its content as a dict.
     dense: give one token per input token to whatever reads the model's tokens, for heads of your own on top of
         `forward_features`; by default a model that reads the class token alone keeps its tokens fused.
+    trim_last: let the last block compute queries, projection and MLP only for the tokens that the head reads, where it
+        reads the class token alone. Logits are the same, and `forward_features` returns only those tokens. By default
+        the method's choice: ward does, the published methods do not.
     options: the method's own, see `mctf.methods()` and the classes in `mctf.methods`.
 
     Everything is checked before the model is touched. Returns the same model.
     """
     check_bool(dense=dense)
     request = FusionRequest.of(method, r=r, flops=flops, blocks=blocks, schedule=schedule, options=options)
+    with _CHANGING:
+        return _fuse(model, request, dense=dense, trim_last=trim_last)
+
+
+def _fuse(model: nn.Module, request: FusionRequest, *, dense: bool, trim_last: bool | None) -> nn.Module:
+    if trim_last is not None:
+        check_bool(trim_last=trim_last)
     if find_stack(model) is not None:
         raise MctfError("the model is fused already: mctf.set_r changes r; mctf.unfuse comes before another method")
     host = find_host(model)
-    setting = request.resolve(host, dense=dense)
+    setting = request.resolve(host, dense=dense, trim_last=trim_last)
     layers = None
     if setting.method.learned:
         layers = make_layers(model, setting.method, host.architecture(None).blocks, setting.amounts)
     stack = FusedStack(
-        host.container, host, setting.method, r=setting.r, blocks=setting.blocks, dense=dense, layers=layers
+        host.container,
+        host,
+        setting.method,
+        r=setting.r,
+        blocks=setting.blocks,
+        dense=dense,
+        trim_last=setting.method.trims_last if trim_last is None else trim_last,
+        layers=layers,
     )
     host.install(stack)
     if layers is not None:
@@ -61,10 +83,13 @@ def fuse(
 
 def unfuse(model: nn.Module) -> nn.Module:
     """Restore the model's own blocks in place; it computes bit for bit what it did before fusing."""
-    stack = fused_stack(model)
-    stack.host.uninstall(stack)
-    model._modules.pop(LAYERS, None)
-    return model
+    with _CHANGING:
+        stack = fused_stack(model)
+        stack.host.uninstall(stack)
+        for module in list(model.modules()):  # the fused model may be inside a wrapper
+            if stack.layers is not None and module._modules.get(LAYERS) is stack.layers:
+                del module._modules[LAYERS]
+        return model
 
 
 def set_r(model: nn.Module, r: ReductionSpec) -> None:
@@ -73,11 +98,14 @@ def set_r(model: nn.Module, r: ReductionSpec) -> None:
 
 
 def fused_stack(model: nn.Module) -> FusedStack:
-    """The fused stack inside a model; raises MctfError where there is none."""
-    stack = find_stack(model)
-    if stack is None:
+    """The fused stack inside a model; raises MctfError where there is none, or more than one."""
+    check_model(model)
+    stacks = [name for name, module in model.named_modules() if isinstance(module, FusedStack)]
+    if not stacks:
         raise MctfError("the model is not fused: run mctf.fuse(model, r=16) first")
-    return stack
+    if len(stacks) > 1:
+        raise MctfError(f"the module holds {len(stacks)} fused models ({stacks[0]}, {stacks[1]}, …): pass one of them")
+    return cast(FusedStack, model.get_submodule(stacks[0]))
 
 
 def find_stack(model: nn.Module) -> FusedStack | None:

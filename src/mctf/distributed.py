@@ -46,6 +46,9 @@ def init_distributed(device: torch.device) -> Iterator[DistributedContext]:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         if not os.environ.get(name, "0").isdecimal():
             raise MctfError(f"{name}={os.environ[name]} is not a number of processes: start them with torchrun")
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ["WORLD_SIZE"])
+    if rank >= world_size:
+        raise MctfError(f"RANK={rank} is not below WORLD_SIZE={world_size}: start the processes with torchrun")
     if device.type == "cuda":
         local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local_rank >= count:
@@ -58,9 +61,8 @@ def init_distributed(device: torch.device) -> Iterator[DistributedContext]:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (ValueError, RuntimeError) as failure:
         raise MctfError(f"the processes find no group ({first_line(failure)}): start them with torchrun") from None
-    rank = dist.get_rank()
     try:
-        yield DistributedContext(rank, dist.get_world_size(), device)
+        yield DistributedContext(rank, world_size, device)
     except RuntimeError as failure:
         if not isinstance(failure, dist.DistError) and "by peer" not in str(failure):
             raise

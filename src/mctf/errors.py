@@ -16,6 +16,7 @@ _ALLOCATION = (
     "cannot allocate memory",
     "alloc_failed",
     "storage size calculation overflowed",
+    "failed to map segment",  # of a library that is loaded
 )
 
 
@@ -62,4 +63,4 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _ALLOCATION)
+    return isinstance(error, (RuntimeError, ImportError)) and any(text in str(error).lower() for text in _ALLOCATION)

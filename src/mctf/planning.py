@@ -12,7 +12,7 @@ from torch import nn
 from ._utils import format_blocks, format_counts, parse_image_size
 from .core.budget import ReductionSweep, check_flops, reduction_steps
 from .core.flops import Cost
-from .core.schedule import Amount, Reduction, ReductionSpec, make_schedule, plain_r, read_blocks, reductions
+from .core.schedule import Amount, Reduction, ReductionSpec, plain_r, read_blocks, reductions
 from .errors import MctfError, shown
 from .hosts import Architecture, find_host
 from .hosts.base import Host
@@ -24,6 +24,7 @@ from .schedule_file import Schedule, read_schedule
 
 ScheduleSource = Schedule | Mapping[str, Any] | str | PathLike[str]
 DEFAULT_METHOD = "mctf"
+TRIMMED = "the last block computes queries, projection and MLP for the tokens that the head reads, no others"
 DEPENDS = "the number of kept tokens depends on the image: token counts and GFLOPs are upper bounds"
 
 
@@ -36,6 +37,7 @@ class Plan:
     and differs from gflops_base for LV-ViT alone, whose second classifier the paper leaves out.
     adaptive: each image decides how many tokens remain; the counts are then upper bounds, and
     `mctf.evaluation.adaptive_flops` measures real images.
+    trimmed: the last block computes only what the head reads.
     parameters: of the model with the layers of a learned method. learned_parameters: of these layers alone.
     """
 
@@ -49,6 +51,7 @@ class Plan:
     gflops_base: float
     gflops_run: float
     adaptive: bool = False
+    trimmed: bool = False
     parameters: int = 0
     learned_parameters: int = 0
 
@@ -71,6 +74,8 @@ class Plan:
     def notes(self) -> list[str]:
         """A line where r was capped in some blocks, and one where token counts depend on the image."""
         notes = [DEPENDS] if self.adaptive else []
+        if self.trimmed:
+            notes.append(TRIMMED)
         if capped := self.capped:
             requested = format_counts([self.reductions[block].num_requested for block in capped])
             reduced = format_counts([self.reductions[block].num_reduced for block in capped])
@@ -155,19 +160,24 @@ class FusionRequest:
             )
         return cls(chosen, r, budget, numbers, None)
 
-    def resolve(self, host: Host, architecture: Architecture | None = None, *, dense: bool = False) -> FusionSetting:
+    def resolve(
+        self,
+        host: Host,
+        architecture: Architecture | None = None,
+        *,
+        dense: bool = False,
+        trim_last: bool | None = None,
+    ) -> FusionSetting:
         """The setting for one model; raises MctfError where they do not fit. architecture: of its own size by default.
 
         A budget is solved by bisection over plans: nothing runs.
         """
-        method = self.method.resolve(class_token=host.class_token)
-        depth = host.depth
-        default_blocks = tuple(method.default_blocks(depth))
+        method, depth = self.method.resolve(class_token=host.class_token), host.depth
+        method = method.fit(lambda: (host.architecture(None) if architecture is None else architecture).blocks)
 
         def amounts(r: ReductionSpec) -> tuple[Amount, ...]:
             per_block = isinstance(r, tuple) and self.flops is not None  # a solved r names every block itself
-            blocks = None if per_block else self.blocks
-            schedule = make_schedule(r, depth=depth, blocks=blocks, default_blocks=default_blocks)
+            schedule = method.make_schedule(r, depth=depth, blocks=None if per_block else self.blocks)
             method.check_schedule(schedule)
             return schedule
 
@@ -178,7 +188,8 @@ class FusionRequest:
             self.schedule.check_model(architecture)
         if self.flops is not None and architecture is not None:
             shapes = replace(architecture, reads_every_token=architecture.reads_every_token or dense)
-            plans = cache(lambda r: _plan(shapes, method, amounts(r), r))
+            trim = method.trims_last if trim_last is None else trim_last
+            plans = cache(lambda r: _plan(shapes, method, amounts(r), r, trim_last=trim))
             chosen = [block for block, amount in enumerate(amounts(1)) if amount]
             steps = reduction_steps(r, blocks=chosen, depth=depth, tokens=shapes.tokens)
             sweep = ReductionSweep(method.name, steps, lambda r: plans(r).gflops)
@@ -196,6 +207,7 @@ def plan(
     schedule: ScheduleSource | None = None,
     image_size: int | tuple[int, int] | None = None,
     dense: bool = False,
+    trim_last: bool | None = None,
     architecture: Architecture | None = None,
     **options: object,
 ) -> Plan:
@@ -205,6 +217,8 @@ def plan(
     architecture: of this model at this image size, to plan many settings without working it out for each.
     """
     check_bool(dense=dense)
+    if trim_last is not None:
+        check_bool(trim_last=trim_last)
     size = None if image_size is None else parse_image_size(image_size)
     request = FusionRequest.of(method, r=r, flops=flops, blocks=blocks, schedule=schedule, options=options)
     module = create_empty(model, image_size=size) if isinstance(model, str) else model
@@ -213,22 +227,31 @@ def plan(
         architecture = host.architecture(size)
     elif not isinstance(architecture, Architecture):
         raise MctfError(f"architecture={shown(architecture)} is no Architecture: leave it out")
-    setting = request.resolve(host, architecture, dense=dense)
+    setting = request.resolve(host, architecture, dense=dense, trim_last=trim_last)
     with torch.device("meta"):
         layers = setting.method.make_layers(architecture.blocks, setting.amounts)
     learned = 0 if layers is None else sum(value.numel() for value in layers.parameters())
     own, _ = split_state_dict(dict(module.named_parameters()))
     parameters = learned + sum(value.numel() for value in own.values())
     architecture = replace(architecture, reads_every_token=architecture.reads_every_token or dense)
-    planned = _plan(architecture, setting.method, setting.amounts, plain_r(setting.r))
+    trim = setting.method.trims_last if trim_last is None else trim_last
+    planned = _plan(architecture, setting.method, setting.amounts, plain_r(setting.r), trim_last=trim)
     return replace(planned, parameters=parameters, learned_parameters=learned)
 
 
-def _plan(architecture: Architecture, method: Method, schedule: Sequence[Amount], r: ReductionSpec) -> Plan:
+def _plan(
+    architecture: Architecture, method: Method, schedule: Sequence[Amount], r: ReductionSpec, *, trim_last: bool
+) -> Plan:
     per_block = reductions(schedule, architecture.tokens, protected=architecture.protected, method=method)
     costs = block_costs(architecture, method, schedule, per_block)
     every = architecture.tokens
-    whole = whole_cost(architecture, costs, every if architecture.reads_every_token else per_block[-1].num_remaining)
+    left = every if architecture.reads_every_token else per_block[-1].num_remaining
+    trimmed = trim_last and trims(architecture, method, schedule)
+    if trimmed:
+        left = architecture.protected
+        macs = architecture.blocks[-1].first(per_block[-1].tokens, left)
+        costs[-1] = Cost(paper=macs, run=macs)
+    whole = whole_cost(architecture, costs, left)
     plain = [Cost(paper=shape.plain(every), run=shape.plain(every)) for shape in architecture.blocks]
     return Plan(
         model=architecture.name,
@@ -241,7 +264,14 @@ def _plan(architecture: Architecture, method: Method, schedule: Sequence[Amount]
         gflops_base=whole_cost(architecture, plain, every).paper / 1e9,
         gflops_run=whole.run / 1e9,
         adaptive=method.adaptive,
+        trimmed=trimmed,
     )
+
+
+def trims(architecture: Architecture, method: Method, schedule: Sequence[Amount]) -> bool:
+    """Whether the last block can run for protected tokens alone; see `FusedStack`."""
+    read = architecture.reads_protected_only and not architecture.reads_every_token and architecture.protected > 0
+    return read and method.can_trim(reduces=bool(schedule[-1]))
 
 
 def block_costs(

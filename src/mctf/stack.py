@@ -25,10 +25,10 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, nn
 
 from .core.positions import TokenPositions, positions_after
-from .core.schedule import Amount, ReductionSpec, make_schedule, plain_r, reductions, stage_of
+from .core.schedule import Amount, ReductionSpec, plain_r, reductions, stage_of
 from .core.selection import fill_padding
 from .errors import MctfError
-from .methods.base import BlockContext, BlockOps, BlockOutput, Method
+from .methods.base import BlockContext, BlockOps, BlockOutput, Method, run_first
 
 
 class StackHost(Protocol):
@@ -43,6 +43,11 @@ class StackHost(Protocol):
     @abstractmethod
     def reads_every_token(self) -> bool:
         """Whether what follows the stack needs one token per input token."""
+
+    @property
+    @abstractmethod
+    def reads_protected_only(self) -> bool:
+        """Whether what follows the stack reads protected tokens alone."""
 
     @property
     @abstractmethod
@@ -76,28 +81,45 @@ class State:
     sizes: B M, None while all are 1.
     positions: the input tokens that each token covers; None while nothing was fused or nothing reads them.
     method_state: the method's own.
+    residual: B N C, what fusing took from each input token; None while nothing was fused or it is not to be restored.
     """
 
     sizes: Tensor | None = None
     positions: TokenPositions | None = None
     method_state: Any = None
+    residual: Tensor | None = None
 
-    def after(self, output: BlockOutput, *, shares: bool) -> "State":
-        """The state after one more block. shares: keep the share of each input token in its fused token."""
+    def after(self, output: BlockOutput, *, shares: bool, x: Tensor | None = None) -> "State":
+        """The state after one more block.
+
+        shares: keep the share of each input token in its fused token. x: the tokens that entered the block (B M C),
+        where differences to the fused tokens are to be restored.
+        """
         if output.assignment is None:
-            return State(output.sizes, self.positions, output.method_state)
+            return State(output.sizes, self.positions, output.method_state, self.residual)
+        residual = self.residual
+        if x is not None and output.weights is not None:
+            difference = x - output.assignment.unpool(output.assignment.pool(x, output.weights))
+            difference = difference if self.positions is None else self.positions.source.unpool(difference)
+            residual = difference if residual is None else residual + difference
         positions = positions_after(self.positions, output.assignment, output.weights if shares else None)
-        return State(output.sizes, positions, output.method_state)
+        return State(output.sizes, positions, output.method_state, residual)
 
     def unpool(self, x: Tensor) -> Tensor:
         """One token per input token: B M C -> B N C."""
-        return x if self.positions is None else self.positions.source.unpool(x)
+        if self.positions is None:
+            return x
+        copied = self.positions.source.unpool(x)
+        return copied if self.residual is None else copied + self.residual
 
 
 class FusedStack(nn.Module):
     """The host's blocks, reduced by `method` with `schedule[i]` tokens in block i.
 
     dense: return one token per input token whatever the host's head reads.
+    trim_last: where nothing but protected tokens is read, the last block computes queries, projection and MLP for
+    those alone, and the stack returns them alone. Results are the same; traces and hooks switch it off.
+    restores: one token per input token is the fused token plus what fusing took from the input token, not a copy.
     layers: the method's learned layers, by block number; they are registered elsewhere in the model.
     """
 
@@ -110,15 +132,20 @@ class FusedStack(nn.Module):
         r: ReductionSpec,
         blocks: tuple[int, ...] | None,
         dense: bool = False,
+        trim_last: bool = False,
+        restores: bool = False,
         layers: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__()
-        for name, block in container.named_children():
+        for name, block in container._modules.items():  # named_children() lists a block that occurs twice once
             self.add_module(name, block)
         self.training = container.training  # not train(): single blocks may be in another mode
         self.host = host
         self.method = method
         self.dense = dense
+        self.trim_last = trim_last
+        self.restores = restores
+        self.depth = len(self)  # of the whole model, also in a stack of its first few blocks
         self.blocks = None if blocks is None else tuple(block % len(self) for block in blocks)
         self.schedule: tuple[Amount, ...] = ()
         self._layers = (layers,)  # in a tuple: not to be registered
@@ -142,11 +169,8 @@ class FusedStack(nn.Module):
 
         Raises MctfError where the method cannot follow it, or has no layers for a block.
         """
-        default_blocks = self.method.default_blocks(len(self))
         per_block = isinstance(r, Sequence) and not isinstance(r, str)  # it names every block itself
-        schedule = make_schedule(
-            r, depth=len(self), blocks=None if per_block else self.blocks, default_blocks=default_blocks
-        )
+        schedule = self.method.make_schedule(r, depth=len(self), blocks=None if per_block else self.blocks)
         self.method.check_schedule(schedule)
         if self.layers is not None:
             lacking = next(
@@ -168,7 +192,7 @@ class FusedStack(nn.Module):
         return container
 
     def forward(self, x: Tensor, *args: Any, schedule: Sequence[Amount] | None = None, **kwargs: Any) -> Tensor:
-        """All blocks: B N C -> B M C, or B N C where every token is read.
+        """All blocks: B N C -> B M C, or B N C where every token is read; protected tokens alone with `trim_last`.
 
         schedule: one amount per block for this pass alone, in place of the stack's own.
         """
@@ -176,12 +200,16 @@ class FusedStack(nn.Module):
         arguments = self.host.arguments(*args, **kwargs)
         unpool, shares = self.dense or self.host.reads_every_token, self.host.uses_positions
         state, initial = State(), x.shape[1]
+        trimmed = not unpool and self._trims(schedule)
         for index in range(len(self)):
+            if trimmed and index == len(self) - 1:
+                block = self.host.ops(self.block_modules()[index], arguments, state.positions)
+                return run_first(block, x, self.method.key_sizes(state.sizes), self.host.protected)
             output = self.run_block(index, x, state=state, arguments=arguments, initial=initial, schedule=schedule)
             self.notify(index, x, output)
-            x = output.x
+            entering, x = x, output.x
             if unpool or shares:
-                state = state.after(output, shares=shares)
+                state = state.after(output, shares=shares, x=entering if self.restores else None)
             else:
                 state = State(output.sizes, method_state=output.method_state)
         restored = self.method.restore_tokens(x, state.method_state)
@@ -190,6 +218,16 @@ class FusedStack(nn.Module):
         if unpool:
             return state.unpool(x)
         return fill_padding(x, state.sizes) if self.method.adaptive else x
+
+    def _trims(self, schedule: Sequence[Amount]) -> bool:
+        """Whether the last block runs for protected tokens alone: where nobody reads, or fuses, the others."""
+        method = self.method
+        if not self.trim_last or not self.host.reads_protected_only or not self.host.protected or self._observers:
+            return False
+        if (self.training and method.learned) or not method.can_trim(reduces=bool(schedule[-1])):
+            return False
+        last = self.block_modules()[-1]
+        return not any(module._forward_hooks or module._forward_pre_hooks for module in (self, *last.modules()))
 
     def run_block(
         self,
@@ -213,7 +251,7 @@ class FusedStack(nn.Module):
             r=r,
             protected=protected,
             index=index,
-            depth=len(self),
+            depth=self.depth,
             method_state=state.method_state,
             layers=layers[str(index)] if layers is not None and str(index) in layers else None,
             training=self.training,
@@ -259,7 +297,9 @@ class FusedStack(nn.Module):
         if start != 0 or stride != 1:
             raise MctfError("a fused stack can only be sliced from its first block on: run mctf.unfuse(model) first")
         container, r = nn.Sequential(*self.block_modules()[:stop]), self.schedule[:stop]
-        first = FusedStack(container, self.host, self.method, r=r, blocks=None, dense=self.dense)
+        trim_last = self.trim_last and stop == len(self)
+        first = FusedStack(container, self.host, self.method, r=r, blocks=None, dense=self.dense, trim_last=trim_last)
+        first.depth = self.depth
         first._layers = self._layers
         first.training = self.training
         first.bound_block = self.bound_block
@@ -268,7 +308,9 @@ class FusedStack(nn.Module):
         return first
 
     def extra_repr(self) -> str:
-        return f"method={self.method}, r={self.r!r}, blocks={self.blocks}, dense={self.dense}"
+        return (
+            f"method={self.method}, r={self.r!r}, blocks={self.blocks}, dense={self.dense}, trim_last={self.trim_last}"
+        )
 
 
 class Run:
@@ -344,7 +386,7 @@ class BoundBlock(_BlockProxy):
         state = state.after(output, shares=stack.host.uses_positions)
         run.states[index + 1] = state
         result = state.unpool(output.x)
-        if index + 1 == len(stack):
+        if index + 1 == stack.depth:
             restored = stack.method.restore_tokens(output.x, state.method_state)
             result = result if restored is None else restored
         # with gradient a checkpointed block must depend on nothing but what it is given

@@ -410,10 +410,98 @@ def test_wrapped_models_fuse_inside(images: torch.Tensor) -> None:
         assert torch.equal(wrapper(images), inner(images))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["mctf", "dynamic_vit"])
+def test_unfuse_through_a_wrapper(method: str) -> None:
+    inner = make("plain")
+    names = list(inner.state_dict())
+    mctf.fuse(inner, method, r=0.3)
+    mctf.unfuse(nn.Sequential(nn.Sequential(inner)))
+    assert list(inner.state_dict()) == names
+
+
+def test_two_fused_models_in_one_module() -> None:
+    first, second = mctf.fuse(make("plain"), r=2), mctf.fuse(make("plain"), r=2)
+    both = nn.ModuleList([first, second])
+    for call in (lambda: mctf.set_r(both, 5), lambda: mctf.unfuse(both), lambda: mctf.trace(both).__enter__()):
+        refused(call, "the module holds 2 fused models (0.blocks, 1.blocks, …): pass one of them")
+    assert (first.blocks.r, second.blocks.r) == (2, 2)
+
+
+def test_a_block_that_occurs_twice_runs_twice(images: torch.Tensor) -> None:
+    model = make("plain")
+    model.blocks[3] = model.blocks[2]
+    with torch.no_grad():
+        expected = run(model, images)
+        assert torch.equal(run(mctf.fuse(model, r=0), images), expected)
+        mctf.set_r(model, 4)
+        with mctf.trace(model) as trace:
+            run(model, images)
+        assert list(trace.token_counts) == list(mctf.plan(model, r=4).token_counts)
+        assert len(trace.token_counts) == 4
+        assert torch.equal(run(mctf.unfuse(model), images), expected)
+
+
+def test_threads_that_fuse_one_model(images: torch.Tensor) -> None:
+    model, outcomes, together = make("plain"), [], threading.Barrier(4)
+
+    def fuse() -> None:
+        together.wait()
+        try:
+            mctf.fuse(model, r=3)
+        except mctf.MctfError:
+            outcomes.append("refused")
+        else:
+            outcomes.append("fused")
+
+    threads = [threading.Thread(target=fuse) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["fused", "refused", "refused", "refused"]
+    mctf.unfuse(model)
+    assert type(model.blocks) is nn.Sequential
+
+
 def test_a_model_without_memory_fuses() -> None:
     model = make("plain").to("meta")
     mctf.fuse(model, r=4)
     assert model(torch.zeros(2, 3, 64, 64, device="meta")).shape == (2, 10)
+
+
+@pytest.fixture
+def default_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("default_float64")
+@pytest.mark.parametrize("method", _REGISTRY)
+def test_the_default_dtype_does_not_matter(method: str, model: Any, images: torch.Tensor) -> None:
+    mctf.fuse(model, method, r=4)
+    try:
+        with torch.no_grad():
+            assert run(model, images).dtype == torch.float32
+    finally:
+        mctf.unfuse(model)
+    gflops = mctf.plan(model, method=method, r=4).gflops
+    torch.set_default_dtype(torch.float32)
+    assert mctf.plan(model, method=method, r=4).gflops == gflops
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", _REGISTRY)
+def test_the_default_device_does_not_matter(method: str, model: Any, images: torch.Tensor) -> None:
+    with torch.device("meta"):
+        mctf.fuse(model, method, r=4)
+    try:
+        with torch.no_grad():
+            assert run(model, images).isfinite().all()
+    finally:
+        mctf.unfuse(model)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -19,7 +19,7 @@ Run = Callable[[str], Outcome]
 NUMBER = re.compile(r"\d")
 
 
-@pytest.fixture(params=[80, 100, 60])
+@pytest.fixture(params=[80, 60])
 def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setenv("COLUMNS", str(request.param))
     return request.param

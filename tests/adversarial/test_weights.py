@@ -428,3 +428,15 @@ def test_a_pickled_state_dict_of_transformers_is_read(saved_hf: Path, tmp_path: 
     loaded, expected = load_model(f"hf:{tmp_path / 'model'}"), load_model(f"hf:{saved_hf}")
     for key, value in expected.state_dict().items():
         assert torch.equal(loaded.state_dict()[key], value)
+
+
+def test_headers_of_every_length(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """The length comes first in the file: its lowest byte may be that of a pickle, 0x80, or any other multiple of 8."""
+    seen = set()
+    for length in range(0, 256, 8):
+        path = tmp_path / "weights.safetensors"
+        save_file({"head.weight": torch.ones(2)}, path, metadata={"note": "x" * length})
+        seen.add(path.read_bytes()[0])
+        assert torch.equal(read_state_dict(path)["head.weight"], torch.ones(2))
+    assert seen == set(range(0, 256, 8))
+    record_property("cases", ["weights", 32])

@@ -24,6 +24,7 @@ __all__ = [
     "PAIRS",
     "PAIRS_BY_OPS",
     "PRODUCT",
+    "REFERENCED",
     "by_pickle",
     "equal_tokens",
     "family_of",
@@ -34,11 +35,12 @@ __all__ = [
     "tokens_of",
 ]
 
-METHODS = ("mctf", "mctf_exact", "tome")  # between them they use every piece of BlockOps
+REFERENCED = ("mctf", "mctf_exact", "tome")  # `reference` has them; between them they use every piece of BlockOps
+METHODS = (*REFERENCED, "ward", "pitome", "atc")  # they take every model, and their sizes count the input tokens
 _FAMILY_OF_NAME = {name: family for family in FAMILIES for name in family.builders}
 NAMES = tuple(_FAMILY_OF_NAME)
 CHOSEN = tuple(name for family in FAMILIES for name in family.chosen)
-PAIRS = tuple((name, METHODS[index % 3]) for index, name in enumerate(NAMES))  # each model, the methods in turn
+PAIRS = tuple((name, REFERENCED[index % 3]) for index, name in enumerate(NAMES))  # each model, the methods in turn
 # One model per class of BlockOps: what a method does is the same on all models of one class.
 _PER_OPS = ("registers", "mean_pool_prefix", "eva02", "beit", "cait", "hf_dinov3")
 ONE_PER_OPS = tuple(name for name in _PER_OPS if name in NAMES)

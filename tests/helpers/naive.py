@@ -86,7 +86,7 @@ def assert_as_naive(
         where = slow.source_map(tokens.shape[1])
         assert trace.source_map()[image].tolist() == where
         if with_sizes:
-            assert trace.blocks[-1].sizes[image].tolist() == slow.sizes
+            assert trace.blocks[-1].sizes[image].tolist() == pytest.approx(slow.sizes, rel=TOLERANCE)
         final = family.finish(model, (slow.tokens[where] if family.keeps_every_token(model) else slow.tokens)[None])
         torch.testing.assert_close(features[image], final[0], atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(output[image], family.head(model, final)[0], atol=TOLERANCE, rtol=TOLERANCE)
@@ -109,17 +109,28 @@ def assert_as_naive_or_refused(name: str, block: NaiveBlock, *, method: str, sch
         assert_refused_for_want_of_a_class_token(model, method)
 
 
-def plain_block(block: Pieces, tokens: Tokens) -> tuple[Tokens, Groups]:
-    """The block as it is: every token stays, attention is not proportional."""
-    return reference.whole_block(block, tokens, PLAIN), [[i] for i in range(len(tokens.x))]
+def plain_block(block: Pieces, tokens: Tokens, options: Options = PLAIN) -> tuple[Tokens, Groups]:
+    """The block as it is: every token stays, attention is proportional where the options say so."""
+    return reference.whole_block(block, tokens, options), [[i] for i in range(len(tokens.x))]
 
 
-def attended(block: Pieces, tokens: Tokens) -> tuple[Tensor, Tensor]:
+def attended(block: Pieces, tokens: Tokens, options: Options = PLAIN) -> tuple[Tensor, Tensor]:
     """The tokens after the attention branch, N C, and the attention they were given, H N N."""
     read = block.read(tokens.x)
-    full_map = reference.attention_map(block, read, tokens, PLAIN)
+    full_map = reference.attention_map(block, read, tokens, options)
     context = reference.joined_heads(full_map @ block.values(read))
     return block.add_attention(tokens.x, block.finish(context, read)), full_map
+
+
+def fused_by_size(
+    block: Pieces, tokens: Tokens, options: Options, grouped: Callable[[Tensor], Groups]
+) -> tuple[Tokens, Groups]:
+    """Groups of keys, averaged over heads (N d), become size-weighted means between attention and MLP."""
+    x, _ = attended(block, tokens, options)
+    _, keys = block.queries_keys(block.read(tokens.x), tokens.cover)
+    groups = grouped(keys.mean(dim=0))
+    rows = reference.pool(x, groups, tokens.sizes, "size")
+    return tokens.fused(groups, tokens.sizes, block.add_mlp(rows)), groups
 
 
 def by_falling(scores: Sequence[float], places: Sequence[int]) -> list[int]:

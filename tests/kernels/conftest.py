@@ -21,6 +21,7 @@ WITHOUT_RUNNING = ["test_compiled_code.py", "test_graph_count.py", "test_launch.
 RUNNING = [
     "test_attention_gradient.py",
     "test_attention_kernel.py",
+    "test_clustering_kernel.py",
     "test_fused_model.py",
     "test_matching_kernel.py",
     "test_pooling_kernel.py",

@@ -10,6 +10,7 @@ from mctf import kernels
 from mctf.core.assignment import Assignment
 from mctf.core.matching import Criteria
 from mctf.kernels import attention as attention_ops
+from mctf.kernels import clustering as clustering_ops
 from mctf.kernels import launch
 from mctf.kernels import matching as matching_ops
 from mctf.kernels import pooling as pooling_ops
@@ -55,7 +56,7 @@ def compiled(monkeypatch):
     """Names of the kernels that were compiled."""
     names = []
     monkeypatch.setattr(launch, "INTERPRETED", True)  # kernels serve tensors on the CPU
-    for module in (attention_ops, matching_ops, pooling_ops):
+    for module in (attention_ops, clustering_ops, matching_ops, pooling_ops):
         monkeypatch.setattr(module, "launchable", lambda kernel: CompiledOnly(kernel, names))
     return names
 
@@ -113,6 +114,14 @@ def matching(batch, tokens, *, bidirectional):
     return run
 
 
+def clustering(tokens):
+    def run(dtype):
+        x, received = torch.zeros(2, tokens, 32, dtype=dtype), torch.zeros(2, 2, tokens)
+        kernels.cluster(x, received, torch.ones(2, tokens), r=8, protected=1, rounds=2)
+
+    return run
+
+
 def pooling(*, train, also=False, **options):
     def run(dtype):
         x = torch.zeros(2, 40, 48, dtype=dtype, requires_grad=train)
@@ -127,6 +136,8 @@ LONG = ["long_attention_kernel", "long_received_kernel"]
 BACKWARD = ["query_gradient_kernel", "key_value_gradient_kernel"]
 MANY = ["scores_kernel", "alpha_merges_kernel", "beta_partners_kernel", "slots_kernel", "members_kernel"]
 
+CLUSTERING = ["distances_kernel", *["partners_kernel", "join_kernel"] * 2, "slots_kernel"]
+
 # the kernels of mctf, each once
 EACH_KERNEL = {
     "attention, two key tiles": (attention(150, train=True), ["attention_kernel"]),
@@ -134,6 +145,7 @@ EACH_KERNEL = {
     "gradients": (attention_backward(unpool=True), [*BACKWARD, "segment_sum_kernel"]),
     "matching": (matching(2, 40, bidirectional=True), ["matching_kernel"]),
     "matching of many tokens": (matching(2, 300, bidirectional=True), MANY),
+    "clustering": (clustering(40), CLUSTERING),
     "pooling": (pooling(train=True, weights=ONES, sizes=ONES, by_size=True, also=True), ["pooling_kernel"]),
 }
 # other flags and tiles
@@ -149,6 +161,8 @@ VARIANTS = {
     "one-way matching": (matching(2, 40, bidirectional=False), ["matching_kernel"]),
     "one-way matching of many tokens": (matching(2, 300, bidirectional=False), [n for n in MANY if "beta" not in n]),
     "matching of a single image": (matching(1, 300, bidirectional=True), MANY),
+    "clustering of many tokens": (clustering(257), CLUSTERING),
+    "pooling with the norm": (pooling(train=False, weights=ONES, keep_norm=True), ["pooling_kernel"]),
     "pooling without weights": (pooling(train=False, sizes=ONES, by_size=True), ["pooling_kernel"]),
     "pooling without sizes": (pooling(train=False, weights=ONES, also=True), ["pooling_kernel"]),
 }

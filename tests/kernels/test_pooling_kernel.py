@@ -128,4 +128,6 @@ def test_gradients(fusion, given, by_size):
 def test_gradients_need_train(fusion):
     assignment, x, *_ = fusion
     with pytest.raises(MctfError, match="train=True"):
-        pooling_ops.pool(x.requires_grad_(), None, None, None, False, assignment.slots, *assignment.members(), False)
+        pooling_ops.pool(
+            x.requires_grad_(), None, None, None, False, False, assignment.slots, *assignment.members(), False
+        )

@@ -19,6 +19,9 @@ FORMULAS: list[tuple[str, dict[str, Any]]] = [
     ("mctf", {"tau_info": 0, "tau_size": 0, "pooling": "mean"}),
     ("mctf_exact", {"informativeness": "class"}),
     ("tome", {}),
+    ("diffrate", {}),
+    ("pitome", {}),
+    ("atc", {}),
     ("random", {}),
     ("free_drop", {}),
 ]

@@ -26,6 +26,7 @@ DROPPING: dict[str, list[dict[str, Any]]] = {
     "free_drop": [{"r": 9}],
     "evit": [{"r": 0.3, "fuse_inattentive": False}],
 }
+BOTH = {"diffrate"}  # merges and drops; its reference says which
 KEEPING: dict[str, list[dict[str, Any]]] = {
     "mctf": [{}, {"pooling": "max"}, {"pooling": "size"}, {"attention": "previous"}, {"attention": "precise"}],
     "mctf_exact": [{}],
@@ -34,6 +35,10 @@ KEEPING: dict[str, list[dict[str, Any]]] = {
     "bat": [{"r": 0.3}],
     "spvit": [{"r": 0.34}],
     "evo_vit": [{}],
+    "ward": [{}],
+    "pitome": [{}],
+    "atc": [{}],
+    "diffrate": [{"prune": False}],
 }
 dropping, keeping = (
     pytest.mark.parametrize(("method", "options"), [(name, each) for name in table for each in table[name]], ids=str)
@@ -53,7 +58,7 @@ def traced(method: str, *, dtype: torch.dtype = torch.float32, batch: int = 1, *
 
 
 def test_every_method_is_tested() -> None:
-    assert {*DROPPING, *KEEPING} == set(mctf.methods())
+    assert {*DROPPING, *KEEPING, *BOTH} == set(mctf.methods())
 
 
 @dropping

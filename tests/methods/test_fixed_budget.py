@@ -18,6 +18,9 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("bat", {}),
     ("bat", {"clusters": 0.4, "pairs": 0}),
     ("random", {}),
+    ("diffrate", {}),
+    ("pitome", {}),
+    ("atc", {}),
 ]
 MODELS = ["registers", "eva02"]
 every_method = pytest.mark.parametrize(("method", "options"), METHODS, ids=str)
@@ -103,7 +106,9 @@ def test_copies_are_independent_and_unfuse_restores(method: str, options: dict[s
     assert torch.equal(run(mctf.unfuse(model), images), plain)
 
 
-@pytest.mark.parametrize("method", [pytest.param("evit", marks=pytest.mark.slow), "bat", "random"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("evit", marks=pytest.mark.slow), "bat", "random", "diffrate", "pitome", "atc"]
+)
 @torch.no_grad()
 def test_one_graph_equals_eager(method: str) -> None:
     torch.compiler.reset()
@@ -115,7 +120,7 @@ def test_one_graph_equals_eager(method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["evit", "bat", "random"])
+@pytest.mark.parametrize("method", ["evit", "bat", "random", "diffrate", "pitome", "atc"])
 @torch.no_grad()
 def test_export_with_any_batch(method: str) -> None:
     model = mctf.fuse(make("plain", depth=1), method, r=[0.3])
@@ -123,6 +128,17 @@ def test_export_with_any_batch(method: str) -> None:
     exported = torch.export.export(model, (make_images(model, 2),), dynamic_shapes=({0: batch},))
     images = make_images(model, 5)
     torch.testing.assert_close(exported.module()(images), model(images), atol=1e-5, rtol=1e-5)
+
+
+@every_method
+@torch.no_grad()
+def test_a_trimmed_last_block_gives_the_same_logits(method: str, options: dict[str, Any]) -> None:
+    model = make("registers").double()
+    images = make_images(model, 2)
+    logits = mctf.fuse(model, method, r=SCHEDULE, trim_last=False, **options)(images)
+    mctf.fuse(mctf.unfuse(model), method, r=SCHEDULE, trim_last=True, **options)
+    torch.testing.assert_close(model(images), logits, atol=1e-9, rtol=1e-9)
+    assert mctf.plan(model, method=method, r=SCHEDULE, trim_last=True, **options).trimmed == (method != "random")
 
 
 @every_method

@@ -12,7 +12,7 @@ import mctf
 import mctf.hosts
 from helpers.families.own import EXAMPLES
 from helpers.flops import EXACT, counted
-from helpers.models import METHODS, make, make_images, run
+from helpers.models import REFERENCED, make, make_images, run
 from helpers.reference_check import assert_as_reference
 from helpers.refusals import assert_refused
 
@@ -44,7 +44,7 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "False" not in text
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", REFERENCED)
 @torch.no_grad()
 def test_its_host_is_right(method: str) -> None:
     """The three things the guide asks of every host."""

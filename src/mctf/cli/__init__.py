@@ -5,10 +5,14 @@ A subcommand is imported when it is used, so that `mctf --help` needs no torch.
 
 import errno
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import PurePath
@@ -27,10 +31,38 @@ _COMMANDS = {
     "visualize": "Draw which patches were fused.",
     "demo": "Try it on this machine, without downloads.",
 }
+_PATIENCE = 2.0  # seconds: one Ctrl-C may come as several signals, from the terminal and from torchrun
+
+
+class _Stopped(BaseException):
+    """A signal that ends the command. Unlike KeyboardInterrupt, nobody catches it on the way."""
+
+
+class _ReaderGone(Exception):  # noqa: N818
+    """Nobody reads the output any more, as in `mctf eval … | head -1`."""
+
+
+@contextmanager
+def _readers_may_leave() -> Iterator[None]:
+    """Turns a broken pipe into _ReaderGone: click and rich would exit with code 1."""
+    try:
+        yield
+    except (BrokenPipeError, SystemExit) as stop:
+        if isinstance(stop, SystemExit) and not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        raise _ReaderGone from None
 
 
 class _LazyGroup(click.Group):
     """Lists the subcommands without importing them; suggests the closest one for a typo."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _readers_may_leave():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _readers_may_leave():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -68,29 +100,86 @@ def main() -> None:
 
     An error that mctf did not foresee is one line, too, with exit code 1; MCTF_TRACEBACK=1 shows where it was raised.
     """
+    _open_closed_streams()
+    os.environ["MPLBACKEND"] = "agg"  # a command opens no window, and a backend that is missing stops matplotlib
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            code = group(standalone_mode=False)
-            sys.stdout.flush()
-    except click.exceptions.Exit as stop:
-        code = stop.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        _say("interrupted")
-        code = 130
-    except BrokenPipeError:  # as in `mctf eval … | head -1`
-        _discard_stdout()
-        code = 0
-    except Exception as error:
-        code = _report(error)
+    with _stopped_by_signals() as received:
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                code = group(standalone_mode=False)
+                sys.stdout.flush()
+        except click.exceptions.Exit as stop:
+            code = stop.exit_code
+        except (_ReaderGone, BrokenPipeError):
+            _discard(sys.stdout)
+            _discard(sys.stderr)
+            code = 0
+        except (Exception, KeyboardInterrupt, _Stopped) as error:
+            if received or isinstance(error, (click.Abort, KeyboardInterrupt)):  # an import fails in ways of its own
+                number = received[0] if received else signal.SIGINT
+                if number == signal.SIGINT and sys.stderr.isatty():
+                    click.echo(err=True)  # after ^C
+                _say("interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
+                code = 128 + number
+            else:
+                code = _report(error)
     if code:
         sys.exit(code)
 
 
-def _report(error: Exception) -> int:
+@contextmanager
+def _stopped_by_signals() -> Iterator[list[int]]:
+    """While open, signals that end a program raise _Stopped, so that files and the terminal are left in order.
+
+    Yields the number of the one that came first; later ones end a program that does not end by itself. A signal that is
+    ignored, as under nohup, stays ignored.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    owner, patience = os.getpid(), 0.0
+
+    def stop(number: int, _: object) -> None:
+        nonlocal patience
+        if os.getpid() != owner:  # a process that was forked
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if not received:
+            received.append(number)
+            patience = time.monotonic() + _PATIENCE
+            raise _Stopped
+        if time.monotonic() > patience:
+            os._exit(128 + number)
+
+    names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    previous = {number: signal.getsignal(number) for number in numbers}
+    previous = {number: handler for number, handler in previous.items() if handler not in (signal.SIG_IGN, None)}
+    for number in previous:
+        signal.signal(number, stop)
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device in place of a standard stream that is closed, as by `>&-`: no file takes its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def _report(error: BaseException) -> int:
     """Print an error in one line; returns the exit code."""
     from ..errors import MctfError, is_out_of_memory
 
@@ -103,7 +192,7 @@ def _report(error: Exception) -> int:
     elif is_out_of_memory(error):
         _say("there is too little memory: use smaller batches, smaller images or a smaller model")
     elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        _discard_stdout()
+        _discard(sys.stdout)
         where = "" if error.filename is None else f" for {error.filename}"
         _say(f"there is no space left on the device{where}: make room, or write elsewhere")
     else:
@@ -115,17 +204,20 @@ def _report(error: Exception) -> int:
     return 2
 
 
-def _discard_stdout() -> None:
+def _discard(stream: Any) -> None:
     """Drop what could not be printed, so that Python does not try again at exit."""
     with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _say(text: str) -> None:
     """One line on stderr, without control characters."""
     from ..errors import one_line
 
-    click.echo(f"mctf: {one_line(' '.join(text.split()))}", err=True)
+    try:
+        click.echo(f"mctf: {one_line(' '.join(text.split()))}", err=True)
+    except OSError:  # a full disk, or a pipe that nobody reads
+        _discard(sys.stderr)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any) -> None:

@@ -13,7 +13,7 @@ from .._utils import plural
 from ..errors import MctfError
 from ..train.config import OLD_NAMES, Recipe, flag, read_recipe, read_toml
 from .options import json_option, options_option, parse_options
-from .output import check_folder, give_json, say_nothing
+from .output import check_folder, give_json, say_nothing, tell
 from .progress import Command, progress, steps_bar, ticking
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _finetune(recipe: Recipe, *, resume: bool, bar: bool | None, as_json: bool) 
     with init_distributed(pick_device(recipe.device)) as distributed, ExitStack() as held:
         lock = lock_folder(recipe.output, doing="trains in", option="--output")
         on_main(distributed, lambda: held.enter_context(lock))
-        echo = click.echo if distributed.is_main and not as_json else say_nothing
+        echo = tell if distributed.is_main and not as_json else say_nothing
         show_bar = bar if distributed.is_main else False
         with _start_bars(recipe.model, show_bar) as on_decoding:
             trainer, notes = start_run(recipe, distributed, resume=resume, on_decoding=on_decoding)
@@ -148,7 +148,7 @@ def _train(trainer: "Trainer", show_bar: bool | None, echo: Callable[[str], None
     except StoppedError as stopped:
         if distributed.is_main:
             resume = resume_command(recipe.output, distributed.world_size)
-            click.echo(f"mctf: stopped after step {stopped.step}, all saved; to continue: {resume}", err=True)
+            tell(f"mctf: stopped after step {stopped.step}, all saved; to continue: {resume}", err=True)
         return stopped.number
     except torch.OutOfMemoryError:
         raise MctfError(

@@ -5,6 +5,7 @@ import os
 import shutil
 import textwrap
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ def give_json(facts: dict[str, Any], *, file: Path | None, as_json: bool) -> Non
         write_text(file, text + "\n")
     if as_json:
         click.echo(text)
+
+
+def tell(text: object, *, err: bool = False) -> None:
+    """Print a line of a run that goes on where nobody reads it any more."""
+    with suppress(BrokenPipeError):
+        click.echo(text, err=err)
 
 
 def say_nothing(_: object) -> None:

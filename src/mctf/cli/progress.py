@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from .._utils import first_line
+from ..errors import MctfError, is_out_of_memory
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -26,9 +29,21 @@ class Command(click.Command):
     """A subcommand that imports PyTorch once its options are parsed, and says so where stderr is a terminal."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        try:
+            os.getcwd()
+        except OSError:
+            raise MctfError("the working directory was removed: go to one that exists (cd)") from None
         with progress("loading PyTorch", wanted=ctx.params.get("progress")):
-            import_module("torch")
-            import_module("timm")
+            try:
+                import_module("torch")
+                import_module("timm")
+            except Exception as failure:
+                if is_out_of_memory(failure):
+                    raise
+                raise MctfError(
+                    f"PyTorch or timm cannot be loaded ({first_line(failure):.160}): check their installation and the "
+                    "environment variables that they read"
+                ) from failure
         return super().invoke(ctx)
 
 

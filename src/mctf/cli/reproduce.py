@@ -29,7 +29,7 @@ from .options import (
     threads_option,
     weights_option,
 )
-from .output import check_folder
+from .output import check_folder, tell
 from .progress import Command, open_run
 from .progress import progress as progress_bar
 
@@ -122,7 +122,7 @@ def command(
             report = _run(out, requested, subject, conditions, quick=quick, again=again, progress=options["progress"])
         skipped = opened.batches.skipped
         for note in opened.notes(images=len(opened.dataset) - skipped):
-            click.echo(f"note: {note}", err=True)
+            tell(f"note: {note}", err=True)
     click.echo(json.dumps(report, indent=1) if as_json else out / "index.html")
 
 
@@ -148,12 +148,12 @@ def _run(
         check_subject(subject)
     reused = [each.name for each in requested if each.name in work.finished]
     if reused:
-        click.echo(f"measured before: {', '.join(reused)}", err=True)
+        tell(f"measured before: {', '.join(reused)}", err=True)
     numbers = {each.name: index for index, each in enumerate(work.pending, start=1)}
 
     def announce(record: "Record") -> None:
         number = numbers[record.experiment]
-        click.echo(f"{number} of {len(numbers)}: {record.experiment} in {record.seconds:.0f} s", err=True)
+        tell(f"{number} of {len(numbers)}: {record.experiment} in {record.seconds:.0f} s", err=True)
 
     steps = sum(each.steps(Task(subject, quick, out)) for each in work.pending)
     with progress_bar("reproducing", steps, wanted=progress) as advance:

@@ -104,6 +104,7 @@ def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, n
             shown.remove(heading)
             left_out.append(heading)
     echo(title)
+    console.width = max(console.width, unbounded.measure(_table(headings, rows, shown)).maximum)  # nothing is cut off
     console.print(_table(headings, rows, shown))
     if left_out:
         notes = [*notes, f"left out, as the terminal is narrow: {', '.join(left_out)}; --json has all columns"]

@@ -29,6 +29,18 @@ class Assignment:
     order: Tensor | None = None
     start: Tensor | None = None
 
+    @classmethod
+    def of_roots(cls, roots: Tensor, count: int, *, protected: int) -> "Assignment":
+        """Tokens that join another (its index among the unprotected ones: B n, of tokens that stay their own).
+
+        Protected tokens come first; tokens that stay keep their order. count: how many stay.
+        """
+        batch, n = roots.shape
+        stays = roots == torch.arange(n, device=roots.device)
+        slots = protected + (stays.cumsum(1) - 1).gather(1, roots)
+        first = torch.arange(protected, device=roots.device).expand(batch, -1)
+        return cls(torch.cat([first, slots], dim=1), protected + count)
+
     def members(self) -> tuple[Tensor, Tensor]:
         """Tokens sorted by slot (B N) and where each slot begins there (B M+1), both int32."""
         if self.order is not None and self.start is not None:

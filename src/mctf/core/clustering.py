@@ -4,9 +4,9 @@ The cost of fusing two tokens is the growth of the weighted squared error when b
 
     w_i w_j / (w_i + w_j) * |u_i - u_j|^2
 
-with u the tokens divided by their norms. Exact agglomeration fuses the cheapest pair again and again. A round does it for
-many pairs at once: every token seeks its cheapest partner among those of larger weight, and the cheapest tokens join
-theirs. Distances between clusters follow from those between tokens (Lance and Williams): tokens are multiplied once.
+with u the tokens divided by their norms. Exact agglomeration fuses the cheapest pair again and again. A round does it
+for many pairs at once: every token seeks its cheapest partner among those of larger weight, and the cheapest tokens
+join theirs. Distances between clusters follow from those between tokens (Lance and Williams): one matrix product.
 
 Protected tokens (class, distillation, registers) come first, take no part and keep the first slots.
 
@@ -17,13 +17,25 @@ import torch
 from torch import Tensor
 
 from .assignment import Assignment
+from .attention import TINY
 from .matching import unit_rows
+
+_FARTHEST = 4.0  # squared distance of opposite unit vectors
+
+
+def token_weights(informativeness: Tensor, sizes: Tensor | None) -> Tensor:
+    """The weight of each token, a * sqrt(s): B N.
+
+    The attention a that a token receives grows with its size already; times s, large tokens would never be fused.
+    """
+    weights = informativeness if sizes is None else informativeness * sizes.sqrt()
+    return weights.nan_to_num(nan=TINY, posinf=1 / TINY).clamp_min(TINY)  # images of undefined numbers are fused, too
 
 
 def squared_distances(x: Tensor, *, protected: int) -> Tensor:
     """Squared distances between the unprotected tokens, each divided by its norm: B n n, float32 or wider."""
     unit = unit_rows(x[:, protected:])
-    return (2 - 2 * (unit @ unit.transpose(1, 2))).clamp_min_(0)
+    return (2 - 2 * (unit @ unit.transpose(1, 2))).nan_to_num_(nan=_FARTHEST).clamp_min_(0)
 
 
 def cluster(distances: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int) -> Assignment:
@@ -79,7 +91,7 @@ def _join(distances: Tensor, mass: Tensor, joining: Tensor, parent: Tensor) -> t
     With p the shares of tokens in their cluster and D the distances, E = P D PT are mean distances between members,
     and the centers are E_ab - E_aa / 2 - E_bb / 2 apart.
     """
-    batch, n, _ = distances.shape
+    n = distances.shape[1]
     total = torch.zeros_like(mass).scatter_add(1, parent, mass)
     share = mass / total.gather(1, parent).clamp_min(torch.finfo(mass.dtype).tiny)
     target = parent.gather(1, joining)

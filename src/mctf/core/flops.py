@@ -79,6 +79,13 @@ class BlockShape:
         attention = self.map(tokens, tokens) + self.product(tokens, tokens)
         return inputs + attention + self.finish_context(tokens) + self.project(tokens)
 
+    def first(self, tokens: int, count: int) -> int:
+        """The whole block for the first `count` tokens, which attend to all."""
+        inputs = self.norm(tokens) + self.queries_keys(tokens) + self.values(tokens)
+        queries = (tokens - count) * (self.projection() + NORM * self.head_norms // 2)
+        attention = self.map(count, tokens) + self.product(count, tokens)
+        return inputs - queries + attention + self.finish_context(count) + self.project(count) + self.mlp_branch(count)
+
     def plain(self, tokens: int) -> int:
         """The whole block without reduction."""
         return self.attention_branch(tokens) + self.mlp_branch(tokens)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .._utils import format_blocks
 from ..api import find_stack, fuse, fused_stack
-from ..core.schedule import ReductionSpec, make_schedule
+from ..core.schedule import ReductionSpec
 from ..data import Batch
 from ..distributed import all_gather_object
 from ..errors import MctfError
@@ -168,8 +168,7 @@ def passes(settings: Sequence[Setting]) -> int:
 def _check(setting: Setting, host: Host) -> None:
     """Raise MctfError for a setting that this model cannot be fused with; r = 0 is checked like any other r."""
     method = make_method(setting.method, dict(setting.options)).resolve(class_token=host.class_token)
-    default_blocks = method.default_blocks(host.depth)
-    make_schedule(setting.r, depth=host.depth, blocks=setting.blocks, default_blocks=default_blocks)
+    method.make_schedule(setting.r, depth=host.depth, blocks=setting.blocks)
 
 
 def _plan(model: nn.Module, setting: Setting, architecture: Architecture) -> Plan:

@@ -90,13 +90,14 @@ class Tuner:
         self.model, self.meter, self.architecture, self.phase = model, meter, architecture, phase
         self.options = dict(options)
         self.host = find_host(model)
-        self.method = make_method(method, dict(options)).resolve(class_token=self.host.class_token)
+        made = make_method(method, dict(options)).resolve(class_token=self.host.class_token)
+        self.method = made.fit(lambda: architecture.blocks)
         self.depth = len(architecture.blocks)
         self._plans: dict[Schedule, Plan] = {}
         self._request = partial(FusionRequest.of, method, r=None, schedule=None, options=options)
         self.blocks = self._allowed_blocks()
         self._curves: list[tuple[np.ndarray, np.ndarray]] | None = None
-        self._tables: dict[tuple[BlockShape, bool], np.ndarray] = {}
+        self._tables: dict[tuple[BlockShape, bool, bool], np.ndarray] = {}
 
     def passes(self) -> int:
         """About how many batches a search measures."""
@@ -109,7 +110,8 @@ class Tuner:
 
     def plan(self, schedule: Schedule) -> Plan:
         if schedule not in self._plans:
-            self._plans[schedule] = _plan(self.architecture, self.method, schedule, schedule)
+            trim = self.method.trims_last
+            self._plans[schedule] = _plan(self.architecture, self.method, schedule, schedule, trim_last=trim)
         return self._plans[schedule]
 
     def share(self, schedule: Schedule) -> float:
@@ -220,16 +222,19 @@ class Tuner:
     def _cost_table(self, block: int, levels: np.ndarray) -> np.ndarray:
         """Cost of a block from level i to level j, as a share of the baseline's; infinite where it cannot go there."""
         shape, protected, may_fuse = self.architecture.blocks[block], self.architecture.protected, block in self.blocks
-        if (shape, may_fuse) in self._tables:
-            return self._tables[shape, may_fuse]
+        trimmed = block == self.depth - 1 and self.plan((0,) * self.depth).trimmed
+        if (shape, may_fuse, trimmed) in self._tables:
+            return self._tables[shape, may_fuse, trimmed]
         baseline = self.plan((0,) * self.depth).gflops_base * 1e9
         table = np.full((len(levels), len(levels)), np.inf)
         for i, tokens in enumerate(levels):
             for j in range(i, len(levels) if may_fuse else i + 1):
                 count = int(tokens - levels[j])
-                if count <= (tokens - protected) // 2:
+                if trimmed:
+                    table[i, j] = shape.first(int(tokens), protected) / baseline
+                elif count <= (tokens - protected) // 2:
                     table[i, j] = self.method.cost(shape, int(tokens), count, protected=protected).paper / baseline
-        self._tables[shape, may_fuse] = table
+        self._tables[shape, may_fuse, trimmed] = table
         return table
 
     def _share_at(
@@ -254,7 +259,7 @@ class Tuner:
     def _around(self) -> float:
         """Share of the FLOPs outside the blocks."""
         planned = self.plan((0,) * self.depth)
-        return 1 - sum(planned.block_gflops) / planned.gflops_base
+        return (planned.gflops - sum(planned.block_gflops)) / planned.gflops_base
 
     # The search
 

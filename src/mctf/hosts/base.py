@@ -26,6 +26,7 @@ class Architecture:
     tokens: entering the first block, protected ones included. stem: multiply-adds before the blocks.
     head: multiply-adds after the blocks that are independent of the number of tokens; head_per_token: the others.
     second_head: multiply-adds of a second classifier per unprotected token, which published costs omit (LV-ViT).
+    reads_every_token, reads_protected_only: what follows the blocks, see `StackHost`.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Architecture:
     head_per_token: int
     reads_every_token: bool
     second_head: int = 0
+    reads_protected_only: bool = False
 
 
 class Host(StackHost):
@@ -67,13 +69,18 @@ class Host(StackHost):
 
     @property
     def depth(self) -> int:
-        """Number of blocks."""
-        return len(list(self.container.children()))
+        """Number of blocks; one that occurs twice counts twice."""
+        return len(self.container._modules)
 
     @property
     def reads_every_token(self) -> bool:
         """True by default: a model that iterates over its blocks always gets one token per input token."""
         return True
+
+    @property
+    def reads_protected_only(self) -> bool:
+        """False by default: nothing is known about the head."""
+        return False
 
     @property
     def uses_positions(self) -> bool:
@@ -141,6 +148,15 @@ class SoftmaxAttention:
         return kernels.attend_with_received(
             q, k, v, sizes=sizes, scale=self.scale, rows=rows, dropout=dropout, bias=bias
         )
+
+    def first_queries(self, h: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """From the queries of all tokens; a host's class may save the others."""
+        q, k, v = self.queries_keys_values(h)
+        return q[:, :, :count], k, v
+
+    def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v with heads split."""
+        raise NotImplementedError
 
     def attention_map(self, q: Tensor, k: Tensor, *, sizes: Tensor | None) -> Tensor:
         return attention.attention_map(q, k, sizes=sizes, scale=self.scale, bias=self.bias)

@@ -99,6 +99,8 @@ class HFVision(Host):
         layers = tower.get_submodule(container)
         for index, layer in layers.named_children():
             check_layer(".".join(filter(None, (name, container, index))), layer)
+        if len(list(layers.children())) < len(layers._modules):
+            raise MctfError(f"a layer occurs twice in {container}: give each place a layer of its own (copy.deepcopy)")
         kind = type(next(layers.children()))
         return cls(model, tower, name, kind, parameter_names(kind.forward)[2:])
 
@@ -240,7 +242,7 @@ def _block_shape(layer: nn.Module) -> BlockShape:
 def _meta_inputs(model: Any, host: HFVision, image_size: tuple[int, int]) -> dict[str, Any]:
     config, parameters = host.tower.config, parameter_names(type(model).forward)
     height, width = image_size
-    pixels = torch.empty(1, getattr(config, "num_channels", 3), height, width, device="meta")
+    pixels = torch.empty(1, getattr(config, "num_channels", 3), height, width, dtype=torch.float32, device="meta")
     if "spatial_shapes" in parameters:  # SigLIP 2 takes the pixels of patches and their grid
         rows, columns = height // config.patch_size, width // config.patch_size
         patches = pixels.new_empty(1, rows * columns, pixels.shape[1] * config.patch_size**2)

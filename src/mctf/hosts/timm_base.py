@@ -94,7 +94,7 @@ class TimmHost(Host):
     def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
         model = self.model
         height, width = image_size or self.image_size
-        images = torch.empty(1, getattr(model, "in_chans", 3), height, width, device="meta")
+        images = torch.empty(1, getattr(model, "in_chans", 3), height, width, dtype=torch.float32, device="meta")
         try:
             embedded, stem = count_on_meta(self.embedding, lambda embedding: embedding(images))
         except (AssertionError, RuntimeError) as refusal:
@@ -107,11 +107,12 @@ class TimmHost(Host):
             name=(getattr(model, "pretrained_cfg", None) or {}).get("architecture", type(model).__name__),
             tokens=tokens,
             protected=self.protected,
-            blocks=tuple(self.block_shape(block) for block in model.blocks.children()),
+            blocks=tuple(self.block_shape(block) for block in model.blocks._modules.values()),
             stem=stem + tokens * macs_per_token(getattr(model, "norm_pre", None)),
             head=self.head_cost(tokens),
             head_per_token=macs_per_token(model.norm),
             reads_every_token=self.reads_every_token,
+            reads_protected_only=self.reads_protected_only,
         )
 
     def num_patches(self, embedded: Any) -> int:
@@ -172,6 +173,13 @@ class TimmOps(SoftmaxAttention):
     def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._split(qkv_slice(self.block.attn, h, 0, 3), 3)
         return *self._norm_and_rotate(q, k), v
+
+    def first_queries(self, h: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Protected tokens have no rotary positions."""
+        attn = self.block.attn
+        (q,) = self._split(qkv_slice(attn, h[:, :count], 0, 1), 1)
+        k, v = self._split(qkv_slice(attn, h, 1, 3), 2)
+        return _optional(attn, "q_norm", q), self._rotate(_optional(attn, "k_norm", k), k.dtype), v
 
     def split_heads(self, flat: Tensor) -> Tensor:
         return flat.unflatten(2, (self.block.attn.num_heads, -1)).transpose(1, 2)

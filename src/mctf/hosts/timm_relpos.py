@@ -130,6 +130,6 @@ class TimmRelPos(TimmHost):
     def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
         """With the MLPs that compute the biases, once per pass."""
         shapes = super().architecture(image_size)
-        modules = [self.model.shared_rel_pos, *(block.attn.rel_pos for block in self.model.blocks.children())]
+        modules = [self.model.shared_rel_pos, *(block.attn.rel_pos for block in self.model.blocks._modules.values())]
         costs = [count_on_meta(each, lambda empty: empty.get_bias())[1] for each in modules if each is not None]
         return replace(shapes, stem=shapes.stem + sum(costs))

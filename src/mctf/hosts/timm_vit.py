@@ -30,6 +30,12 @@ class TimmViT(TimmHost):
     def reads_every_token(self) -> bool:
         return self.model.attn_pool is not None or self.model.global_pool != "token"
 
+    @property
+    def reads_protected_only(self) -> bool:
+        """LV-ViT's second classifier reads the other tokens."""
+        second_head = getattr(self.model, "aux_head", None)
+        return not self.reads_every_token and second_head is None
+
     def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> TimmOps:
         return vit_ops(block)
 

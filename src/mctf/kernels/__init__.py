@@ -18,6 +18,7 @@ from ..core import matching as core_matching
 from ..core.assignment import Assignment, joint_weights
 from ..core.attention import ReceivedAttention
 from . import attention as attention_ops
+from . import clustering as clustering_ops
 from . import launch
 from . import matching as matching_ops
 from . import pooling as pooling_ops
@@ -63,7 +64,9 @@ def attend(
 
     Plain attention, without sizes and `unpool`, is left to PyTorch.
     """
-    if _use_attention_kernels(q, v, dropout=dropout, bias=bias) and (sizes is not None or unpool is not None):
+    all_queries = q.shape[2] == k.shape[2]
+    proportional = sizes is not None or unpool is not None
+    if proportional and all_queries and _use_attention_kernels(q, v, dropout=dropout, bias=bias):
         train = _needs_grad(q, k, v)
         slots = None if unpool is None else unpool.slots
         members = unpool.members() if train and unpool is not None else (None, None)
@@ -145,15 +148,18 @@ def match(
 @torch.no_grad()
 def cluster(
     x: Tensor, received: Tensor, sizes: Tensor | None, *, r: int, protected: int, rounds: int
-) -> tuple[Assignment, Tensor]:
+) -> tuple[Assignment, Tensor, Tensor]:
     """The assignment of N tokens (x: B N C, sizes: B N) to N - r slots by Ward's cost; see `core.clustering`.
 
-    Also the informativeness of each token, B N, above 0: the sum of `received` (B G N) over G.
+    Also the informativeness of each token, B N, above 0: the sum of `received` (B G N) over G; and its weight, B N.
     """
     a = core_attention.total_received(received)
-    weights = a if sizes is None else a * sizes
+    weights = core_clustering.token_weights(a, sizes)
+    if use_kernels(x) and clustering_ops.fits(x.shape[1], protected, r, rounds):
+        slots, order, start = clustering_ops.cluster(x, weights, r, protected, rounds)
+        return Assignment(slots, x.shape[1] - r, order, start), a, weights
     distances = core_clustering.squared_distances(x, protected=protected)
-    return core_clustering.cluster(distances, weights, r, protected=protected, rounds=rounds), a
+    return core_clustering.cluster(distances, weights, r, protected=protected, rounds=rounds), a, weights
 
 
 @overload
@@ -194,11 +200,12 @@ def merge(
     sizes: B N, the number of tokens that each token stands for; None means 1.
     by_size: a token's weight is multiplied by its size.
     also: B N C', merged by the same weights; its mean is returned between those of x and the sizes.
+    keep_norm: the mean of x gets the weighted mean of its members' norms. The mean itself is shorter.
     """
-    if use_kernels(x) and (also is None or use_kernels(also)) and not keep_norm:
-        train = _needs_grad(x) if also is None else _needs_grad(x, also)
+    train = _needs_grad(x) if also is None else _needs_grad(x, also)
+    if use_kernels(x) and (also is None or use_kernels(also)) and not (keep_norm and train):
         x_mean, also_mean, totals, _ = pooling_ops.pool(
-            x, also, weights, sizes, by_size, assignment.slots, *assignment.members(), train
+            x, also, weights, sizes, by_size, keep_norm, assignment.slots, *assignment.members(), train
         )
         return (x_mean, totals) if also is None else (x_mean, also_mean, totals)
     counts = core_attention.at_least_float32(torch.ones_like(x[..., 0])) if sizes is None else sizes

@@ -37,6 +37,7 @@ def pool(
     weights: Tensor | None,
     sizes: Tensor | None,
     by_size: bool,
+    keep_norm: bool,
     slots: Tensor,
     order: Tensor,
     start: Tensor,
@@ -45,7 +46,8 @@ def pool(
     """Weighted means of x and y (B M C; empty without y), by `joint_weights`, and sums of sizes (B M).
 
     Last the sums of weights (B M), which the gradients need: empty unless `train`. A slot whose weights
-    sum to 0, or without members, has the mean 0.
+    sum to 0, or without members, has the mean 0. keep_norm: means of x have the mean norm of their members; without
+    gradient only.
 
     x, y: B N C; weights, sizes: B N; slots, order: B N and start: B M+1, of an `Assignment`.
     """
@@ -63,12 +65,14 @@ def pool(
     few_slots = not (is_symbolic(batch) or is_symbolic(count)) and batch * count <= FEW_SLOTS
     tile = FEW_SLOTS_TILE if few_slots else MANY_SLOTS_TILE
     x_width, y_width = next_power_of_2(x_channels), next_power_of_2(y_channels)
-    parts = max(1, max(x_width, y_width) // tile.channels)  # programs that share the channels of a slot
+    # programs that share the channels of a slot; a norm is over all of them
+    parts = 1 if keep_norm else max(1, max(x_width, y_width) // tile.channels)
     launchable(pooling_kernel)[(count, batch, parts)](
         x, y_pointer, weights_pointer, sizes_pointer, order, start, x_out, y_out, sizes_out, masses_out,
         tokens, count, x_channels, y_channels, *x.stride()[:2], *y_pointer.stride()[:2],
         HAS_Y=y is not None, HAS_WEIGHTS=weights is not None, HAS_SIZES=sizes is not None, BY_SIZE=by_size,
-        TRAIN=train, MEMBERS=tile.members, X=max(1, x_width // parts), Y=max(1, y_width // parts), num_warps=1,
+        KEEP_NORM=keep_norm, TRAIN=train, MEMBERS=tile.members,
+        X=max(1, x_width // parts), Y=max(1, y_width // parts), num_warps=1,
     )  # fmt: skip
     return x_out, y_out, sizes_out, masses_out
 
@@ -82,8 +86,8 @@ def _allocate_outputs(x: Tensor, y: Tensor | None, start: Tensor, train: bool) -
 
 
 def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    _, y, weights, sizes, by_size, slots, _, _, train = inputs
-    if not train:
+    _, y, weights, sizes, by_size, keep_norm, slots, _, _, train = inputs
+    if not train or keep_norm:
         raise MctfError("mctf::pool gives gradients only with train=True: pass it, or call under torch.no_grad()")
     *_, totals, masses = output
     ctx.mark_non_differentiable(totals, masses)
@@ -101,7 +105,7 @@ def _backward(
     share = (joint_weights(weights, counts, True) / assignment.unpool(masses))[..., None]
     to_x = (assignment.unpool(x_grad) * share).to(x_grad.dtype)
     to_y = (assignment.unpool(y_grad) * share).to(y_grad.dtype) if ctx.has_y else None  # type: ignore[attr-defined]
-    return to_x, to_y, *[None] * 7
+    return to_x, to_y, *[None] * 8
 
 
 pool.register_autograd(_backward, setup_context=_setup_context)

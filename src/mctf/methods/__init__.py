@@ -12,15 +12,18 @@ from ..core.assignment import Assignment
 from ..core.selection import keep_topk
 from ..errors import MctfError, did_you_mean, shown
 from .a_vit import AViT
+from .atc import ATC
 from .ats import ATS
 from .base import BlockContext, BlockOps, BlockOutput, Method
 from .bat import BAT
 from .controls import FreeDrop, RandomDrop
+from .diffrate import DiffRate
 from .dynamic_vit import DynamicViT
 from .evit import EViT
 from .evo_vit import EvoViT
 from .ia_red2 import IARED2
 from .mctf import MCTF, MCTFExact
+from .pitome import PiToMe
 from .spvit import SPViT
 from .tome import ToMe
 from .ward import Ward
@@ -65,6 +68,9 @@ for _cls in (
     MCTF,
     MCTFExact,
     Ward,
+    DiffRate,
+    PiToMe,
+    ATC,
     ToMe,
     EViT,
     BAT,

@@ -69,6 +69,10 @@ class CountingOps:
     def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return (*self.queries_keys(h), self.split_heads(self.values(h)))
 
+    def first_queries(self, h: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.queries_keys_values(h)
+        return q[:, :, :count], k, v
+
     def split_heads(self, flat: Tensor) -> Tensor:
         return self._heads(flat)
 

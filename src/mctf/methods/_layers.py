@@ -51,9 +51,9 @@ def make_layers(
 ) -> nn.ModuleDict | None:
     """The method's learned layers on the model's device and in its dtype, loaded from the stash where there is one.
 
-    Fresh values are drawn from torch's generator, whose state does not change.
+    Fresh values are drawn from torch's generator on the CPU, whose state does not change.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         layers = method.make_layers(shapes, schedule)
     if not layers:
         return None
@@ -62,7 +62,7 @@ def make_layers(
     stashed = stashed_layers(model)
     if not stashed:
         message = f"the layers of {method.name} are untrained: load the weights of a model that was fine-tuned with it"
-        warnings.warn(message, UntrainedWarning, stacklevel=3)
+        warnings.warn(message, UntrainedWarning, stacklevel=4)  # the caller of mctf.fuse
         return layers
     wanted = layers.state_dict()
     for name, value in wanted.items():

@@ -4,7 +4,7 @@ Axes: B images, H heads, N tokens entering a block, M tokens after it, C channel
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from ..core.assignment import Assignment
 from ..core.attention import ReceivedAttention
 from ..core.flops import BlockShape, Cost
-from ..core.schedule import Amount, ReductionSpec, requested_tokens
-from ..errors import MctfError, shown
+from ..core.schedule import Amount, ReductionSpec, make_schedule, requested_tokens
+from ..errors import MctfError, did_you_mean, shown
 
 _MOST = 3e38  # about the largest number of float32, in which kernels take options
+
+INFORMATIVENESS = ("mean", "class", "both", "auto")
 
 
 class BlockOps(Protocol):
@@ -42,6 +44,9 @@ class BlockOps(Protocol):
 
     def queries_keys_values(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v with heads split, from one product."""
+
+    def first_queries(self, h: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q of the first `count` tokens, which are protected, k and v of all."""
 
     def split_heads(self, flat: Tensor) -> Tensor:
         """B N (H d) -> B H N d."""
@@ -111,6 +116,14 @@ def run_pieces(block: BlockOps, x: Tensor, sizes: Tensor | None) -> Tensor:
     return block.add_mlp(block.add_attention(x, block.finish_context(context, h)))
 
 
+def run_first(block: BlockOps, x: Tensor, sizes: Tensor | None, count: int) -> Tensor:
+    """The first `count` tokens after a block that leaves them in place: B count C. The others are only attended to."""
+    h = block.norm1(x)
+    q, k, v = block.first_queries(h, count)
+    context = block.finish_context(block.attend(q, k, v, sizes=sizes), h[:, :count])
+    return block.add_mlp(block.add_attention(x[:, :count], context))
+
+
 @dataclass(frozen=True)
 class BlockContext:
     """Per-block context passed to `Method.run`.
@@ -171,6 +184,7 @@ class Method(ABC):
     restores_tokens: `restore_tokens` returns one token per input token after the last block.
     masks_in_training: in training, dropped tokens stay behind a mask; a block's r is then that of the plan.
     control: a reference to compare with (random drop, free drop), not a method to use.
+    trims_last: whether `mctf.fuse` trims the last block by default, see `FusedStack`.
     """
 
     name: ClassVar[str]
@@ -184,6 +198,18 @@ class Method(ABC):
     restores_tokens: ClassVar[bool] = False
     masks_in_training: ClassVar[bool] = False
     control: ClassVar[bool] = False
+    trims_last: ClassVar[bool] = False
+
+    def can_trim(self, *, reduces: bool) -> bool:
+        """Whether `run_first` gives the protected tokens after the last block. reduces: whether that block reduces.
+
+        By default where it does not. A method that attends with all tokens before it reduces them can trim always.
+        """
+        return not (reduces or self.adaptive or self.restores_tokens)
+
+    def key_sizes(self, sizes: Tensor | None) -> Tensor | None:
+        """The sizes that attention is proportional to; None for methods without an option `proportional`."""
+        return sizes if getattr(self, "proportional", False) else None
 
     @abstractmethod
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
@@ -192,6 +218,14 @@ class Method(ABC):
     def resolve(self, *, class_token: bool) -> Self:
         """This method for a model with or without a class token; raises MctfError where it cannot work."""
         return self
+
+    def fit(self, shapes: Callable[[], Sequence[BlockShape]]) -> Self:
+        """This method for a model with blocks of these shapes, which are worked out when they are asked for."""
+        return self
+
+    def make_schedule(self, r: ReductionSpec, *, depth: int, blocks: Iterable[int] | None) -> tuple[Amount, ...]:
+        """One amount per block from the user's `r` and `blocks`; raises MctfError where they make no sense."""
+        return make_schedule(r, depth=depth, blocks=blocks, default_blocks=self.default_blocks(depth))
 
     def check_schedule(self, schedule: Sequence[Amount]) -> None:  # noqa: B027 (most methods follow any schedule)
         """Raise MctfError for amounts per block that the method cannot follow."""
@@ -301,6 +335,23 @@ def check_bool(**options: object) -> None:
     for option, value in options.items():
         if not isinstance(value, bool):
             raise MctfError(f"{option}={shown(value)} must be True or False")
+
+
+def check_choice(**options: tuple[object, Sequence[str]]) -> None:
+    """Raise MctfError unless each option, given with its choices, is one of them."""
+    for option, (value, choices) in options.items():
+        if not isinstance(value, str) or value not in choices:
+            word = value if isinstance(value, str) else shown(value)
+            raise MctfError(f"{option}={shown(value)} is unknown: {did_you_mean(word, choices)}")
+
+
+def resolve_informativeness(choice: str, class_token: bool) -> str:
+    """The rows of attention that make a token informative: "auto" is "both" with a class token and "mean" without."""
+    if choice == "auto":
+        return "both" if class_token else "mean"
+    if choice != "mean" and not class_token:
+        raise MctfError(f"informativeness={choice!r} reads the class token, which this model does not have: use 'mean'")
+    return choice
 
 
 def check_number(most: float = _MOST, hint: str = "", **options: object) -> None:

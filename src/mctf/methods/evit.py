@@ -57,6 +57,9 @@ class ClassAttentionMethod(Method):
         requested = self.num_requested(amount, tokens, protected=protected, initial=initial, stage=stage)
         return max(0, min(requested, tokens - protected - 1 - self.added))
 
+    def can_trim(self, *, reduces: bool) -> bool:
+        return True
+
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         """Attention on all N tokens, then the reduction, then the MLP on the remaining M."""
         if ctx.r == 0:

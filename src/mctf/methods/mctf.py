@@ -23,13 +23,24 @@ from .. import kernels
 from ..core.assignment import Assignment, joint_weights
 from ..core.flops import BlockShape, split_product
 from ..core.matching import Criteria
-from ..errors import MctfError, did_you_mean, shown
-from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, check_number, run_unfused
+from ..errors import MctfError
+from .base import (
+    INFORMATIVENESS,
+    BlockContext,
+    BlockOps,
+    BlockOutput,
+    Method,
+    check_bool,
+    check_choice,
+    check_number,
+    resolve_informativeness,
+    run_unfused,
+)
 
 _CHOICES = {
     "pooling": ("attention", "size", "mean", "max"),
     "attention": ("one_step_ahead", "precise", "previous", "exact"),
-    "informativeness": ("mean", "class", "both", "auto"),
+    "informativeness": INFORMATIVENESS,
 }
 
 
@@ -64,11 +75,7 @@ class MCTF(Method):
     def __post_init__(self) -> None:
         taus = {"tau_sim": self.tau_sim, "tau_info": self.tau_info, "tau_size": self.tau_size}
         check_number(hint=" (0 switches it off)", **taus)
-        for option, choices in _CHOICES.items():
-            value = getattr(self, option)
-            if not isinstance(value, str) or value not in choices:
-                word = value if isinstance(value, str) else shown(value)
-                raise MctfError(f"{option}={shown(value)} is unknown: {did_you_mean(word, choices)}")
+        check_choice(**{option: (getattr(self, option), choices) for option, choices in _CHOICES.items()})
         check_bool(bidirectional=self.bidirectional, proportional=self.proportional)
         if self.attention == "exact" and self.pooling == "max":
             raise MctfError(
@@ -76,24 +83,20 @@ class MCTF(Method):
             )
 
     def resolve(self, *, class_token: bool) -> Self:
-        if self.informativeness == "auto":
-            return replace(self, informativeness="both" if class_token else "mean")
-        if self.informativeness != "mean" and not class_token:
-            raise MctfError(
-                f"informativeness={self.informativeness!r} reads the class token, which this model does not have: "
-                "use 'mean'"
-            )
-        return self
+        return replace(self, informativeness=resolve_informativeness(self.informativeness, class_token))
+
+    def can_trim(self, *, reduces: bool) -> bool:
+        return not reduces or self.attention in ("exact", "previous")
 
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         if ctx.r == 0:
-            return BlockOutput(run_unfused(block, x, self._key_sizes(sizes)), sizes)
+            return BlockOutput(run_unfused(block, x, self.key_sizes(sizes)), sizes)
         variants = {"precise": self._precise, "previous": self._previous, "exact": self._exact}
         return variants.get(self.attention, self._ahead)(block, x, sizes, ctx)
 
     def _ahead(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         """One-step-ahead attention: merge first, then reuse the attention of the unfused tokens."""
-        key_sizes = self._key_sizes(sizes)
+        key_sizes = self.key_sizes(sizes)
         q, k = block.queries_keys(block.norm1(x))
         received = block.attention_received(
             q, k, sizes=key_sizes, rows=self.informativeness, keep=self.pooling != "max"
@@ -126,11 +129,11 @@ class MCTF(Method):
     def _precise(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         """Merge by one-step-ahead informativeness, then run the whole block on the fused tokens."""
         q, k = block.queries_keys(block.norm1(x))
-        received = block.attention_received(q, k, sizes=self._key_sizes(sizes), rows=self.informativeness)
+        received = block.attention_received(q, k, sizes=self.key_sizes(sizes), rows=self.informativeness)
         assignment, a = self._match(x, received.partial, sizes, ctx)
         weights = self._pool_weights(a, sizes)
         x, sizes = self._merge(x, a, sizes, assignment)
-        x = run_unfused(block.fused(assignment, weights), x, self._key_sizes(sizes))
+        x = run_unfused(block.fused(assignment, weights), x, self.key_sizes(sizes))
         return BlockOutput(x, sizes, assignment, weights, a)
 
     def _previous(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
@@ -143,13 +146,9 @@ class MCTF(Method):
         x, sizes = self._merge(x, a, sizes, assignment)
         return BlockOutput(x, sizes, assignment, weights, a)
 
-    def _key_sizes(self, sizes: Tensor | None) -> Tensor | None:
-        """The sizes that attention is proportional to."""
-        return sizes if self.proportional else None
-
     def _attend(self, block: BlockOps, h: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v = block.queries_keys_values(h)
-        return block.attend_with_received(q, k, v, sizes=self._key_sizes(sizes), rows=self.informativeness)
+        return block.attend_with_received(q, k, v, sizes=self.key_sizes(sizes), rows=self.informativeness)
 
     def _match(self, x: Tensor, received: Tensor, sizes: Tensor | None, ctx: BlockContext) -> tuple[Assignment, Tensor]:
         """The assignment, and the informativeness of each token."""

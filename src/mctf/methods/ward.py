@@ -1,7 +1,7 @@
 """Ward: tokens clustered by Ward's cost, attention exact, from a quarter of the depth on.
 
-A token weighs as much as the attention it receives times its size. Two tokens are fused where that adds least to the
-weighted squared error of the tokens. There is no temperature and nothing to train.
+A token's weight is the attention that it receives, times the root of its size. Two tokens are fused where that adds
+least to the weighted squared error of the tokens. There is no temperature and nothing to train.
 
 Axes: B images, N tokens, M = N - r tokens after fusion, C channels.
 """
@@ -13,7 +13,18 @@ from torch import Tensor
 
 from .. import kernels
 from ..core.flops import BlockShape
-from .base import BlockContext, BlockOps, BlockOutput, Method, check_bool, check_whole, run_unfused
+from .base import (
+    INFORMATIVENESS,
+    BlockContext,
+    BlockOps,
+    BlockOutput,
+    Method,
+    check_bool,
+    check_choice,
+    check_whole,
+    resolve_informativeness,
+    run_unfused,
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,8 @@ class Ward(Method):
     rounds: of clustering per block; more come closer to fusing one pair at a time.
     proportional: add log(size) to the attention logits of fused keys.
     norm: give a fused token the mean norm of its members; their mean alone is shorter.
+    informativeness: attention received from all tokens ("mean"), from the "class" token, or the mean of "both";
+        "auto" is "both" where there is a class token and "mean" elsewhere.
     """
 
     rounds: int = 4
@@ -34,31 +47,37 @@ class Ward(Method):
     summary: ClassVar[str] = "Ward's clustering of tokens weighted by attention and size, attention exact; no training"
     default_r: ClassVar[float] = 0.18
     min_tokens: ClassVar[int] = 10
+    trims_last: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_whole(1, most=64, rounds=self.rounds)
         check_bool(proportional=self.proportional, norm=self.norm)
+        check_choice(informativeness=(self.informativeness, INFORMATIVENESS))
 
     def resolve(self, *, class_token: bool) -> Self:
-        return replace(self, informativeness="both" if class_token else "mean")
+        return replace(self, informativeness=resolve_informativeness(self.informativeness, class_token))
 
     def default_blocks(self, depth: int) -> range:
         """From a quarter of the depth on, but for the last block: 3 to 10 of twelve."""
         return range(depth // 4, max(depth // 4 + 1, depth - 1))
 
+    def can_trim(self, *, reduces: bool) -> bool:
+        return True
+
     def run(self, block: BlockOps, x: Tensor, sizes: Tensor | None, ctx: BlockContext) -> BlockOutput:
         """Attend with all tokens, then fuse tokens and context before projection and MLP."""
-        key_sizes = sizes if self.proportional else None
+        key_sizes = self.key_sizes(sizes)
         if ctx.r == 0:
             return BlockOutput(run_unfused(block, x, key_sizes), sizes)
         h = block.norm1(x)
         q, k, v = block.queries_keys_values(h)
         context, received = block.attend_with_received(q, k, v, sizes=key_sizes, rows=self.informativeness)
         context = block.finish_context(context, h)
-        assignment, a = kernels.cluster(x, received, sizes, r=ctx.r, protected=ctx.protected, rounds=self.rounds)
-        weights = a if sizes is None else a * sizes
+        assignment, a, weights = kernels.cluster(
+            x, received, sizes, r=ctx.r, protected=ctx.protected, rounds=self.rounds
+        )
         x, context, new_sizes = kernels.merge(
-            x, assignment, weights=a, sizes=sizes, by_size=True, also=context, keep_norm=self.norm
+            x, assignment, weights=weights, sizes=sizes, also=context, keep_norm=self.norm
         )
         x = block.add_mlp(block.add_attention(x, context))
         return BlockOutput(x, new_sizes, assignment, weights, a)

@@ -105,9 +105,11 @@ def _begin(path: Path) -> tuple[bytes, int]:
         raise MctfError(f"{path} is a pointer to a file in Git LFS: run git lfs pull")
     if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         raise MctfError(f"{path} is a web page, not weights: download the file itself")
+    if _is_safetensors(head, about.st_size):  # first: the length of a header may begin as a pickle does
+        return head, about.st_size
     if head.startswith(_PICKLE) and not head.startswith(_LEGACY):
         raise MctfError(f"{path} {OBJECTS}")
-    if not head.startswith((_ZIP, _LEGACY)) and not _is_safetensors(head, about.st_size):
+    if not head.startswith((_ZIP, _LEGACY)):
         kind = ".safetensors" if path.suffix == ".safetensors" else "PyTorch or .safetensors"
         raise MctfError(f"{path} cannot be read as weights (it does not begin as a {kind} file): fetch it again")
     return head, about.st_size

@@ -213,7 +213,7 @@ def _count_pvt(depths: tuple[int, ...]) -> Counted:
 
 @torch.no_grad()
 def _count_operations(model: nn.Module) -> Counted:
-    images = torch.empty(1, 3, _IMAGE_SIZE, _IMAGE_SIZE, device="meta")
+    images = torch.empty(1, 3, _IMAGE_SIZE, _IMAGE_SIZE, dtype=torch.float32, device="meta")
     _, multiply_adds = count_on_meta(model, lambda empty: empty(images))
     return Counted(0, multiply_adds / 1e9, _millions(model))
 

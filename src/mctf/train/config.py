@@ -457,7 +457,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             raise MctfError(f"{path} is no recipe, it has more than {_MAX_BYTES:,} bytes: give a TOML file of options")
-        values = tomllib.loads(content.decode())
+        values = tomllib.loads(content.decode("utf-8-sig"))
     except OSError as error:
         raise MctfError(f"{path} cannot be read ({error.strerror}): give a TOML file of options") from None
     except RecursionError:
@@ -466,7 +466,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise
     except ValueError as error:  # of TOML or UTF-8, a number of too many digits, a path with a null character
         raise MctfError(f"{path} is not a TOML file ({first_line(error):.100}): write lines as batch = 128") from None
-    return {name.replace("-", "_"): value for name, value in values.items()}
+    named: dict[str, Any] = {}
+    for written, value in values.items():
+        name = written.replace("-", "_")
+        name = OLD_NAMES.get(name, name)
+        if name in named:
+            raise MctfError(f"{path} gives {name} twice: keep one of the lines")
+        named[name] = value
+    return named
 
 
 def _refuse(problems: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Graceful termination: the first SIGTERM or SIGINT requests a stop after the step, a later one acts at once."""
+"""Graceful termination: the first SIGTERM, SIGINT or SIGHUP requests a stop after the step, a later acts at once."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 _DEBOUNCE = 2.0  # seconds: torchrun forwards a Ctrl-C that the terminal has already sent to its processes
 
 
@@ -38,7 +38,8 @@ def catch_signals() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    previous: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
+    previous = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}  # as under nohup
     ignored_until = 0.0
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -49,10 +50,10 @@ def catch_signals() -> Iterator[StopRequest]:
             signal.signal(number, previous[number])
             signal.raise_signal(number)
 
-    for number in _SIGNALS:
+    for number in previous:
         signal.signal(number, handle)
     try:
         yield request
     finally:
-        for number in _SIGNALS:
-            signal.signal(number, previous[number])
+        for number, handler in previous.items():
+            signal.signal(number, handler)

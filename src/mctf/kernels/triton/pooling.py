@@ -34,13 +34,13 @@ def pooling_kernel(
     x, y, weights, sizes, order, start, x_out, y_out, sizes_out, masses_out,
     tokens, count, x_channels, y_channels, x_b, x_n, y_b, y_n,
     HAS_Y: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_SIZES: tl.constexpr, BY_SIZE: tl.constexpr,
-    TRAIN: tl.constexpr, MEMBERS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
+    KEEP_NORM: tl.constexpr, TRAIN: tl.constexpr, MEMBERS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
 ):  # fmt: skip
     """x_out[s] = sum of w_i x_i / sum of w_i over the tokens of slot s; y_out likewise; sizes_out[s] = sum of sizes.
 
     w_i is a token's weight, times its size BY_SIZE; absent weights and sizes are 1. A slot whose weights sum to 0 gets
     the mean 0. To TRAIN, masses_out[s] = sum of w_i. A program takes X channels of x and Y of y, and MEMBERS tokens at
-    a time.
+    a time. To KEEP_NORM, x_out has the weighted mean of its members' norms; X are then all channels.
     """
     image = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0)
@@ -56,6 +56,7 @@ def pooling_kernel(
     y_sum = tl.zeros([Y], tl.float32)
     mass = 0.0
     size = 0.0
+    norm = 0.0
     # weights are relative to that of the first member: a token alone in its slot then stays bit-identical
     nonempty = begin < end
     first_token = tl.load(order + begin, mask=nonempty, other=0)
@@ -74,13 +75,20 @@ def pooling_kernel(
         keep = valid[:, None] & (x_column[None, :] < x_channels)
         rows = tl.load(x + token[:, None] * x_n + x_column[None, :], mask=keep, other=0.0)
         x_sum += tl.sum(weight[:, None] * rows.to(tl.float32), 0)
+        if KEEP_NORM:
+            squares = tl.sum(rows.to(tl.float32) * rows.to(tl.float32), 1)
+            norm += tl.sum(weight * tl.sqrt(squares), 0)
         if HAS_Y:
             keep = valid[:, None] & (y_column[None, :] < y_channels)
             rows = tl.load(y + token[:, None] * y_n + y_column[None, :], mask=keep, other=0.0)
             y_sum += tl.sum(weight[:, None] * rows.to(tl.float32), 0)
     mass = tl.where(mass == 0.0, 1.0, mass)  # without members, or with weights of 0 only, the mean is 0
     target = image * count + slot
-    x_mean = (x_sum / mass).to(x_out.dtype.element_ty)
+    x_mean = x_sum / mass
+    if KEEP_NORM:
+        own = tl.sqrt(tl.sum(x_mean * x_mean, 0))
+        x_mean *= tl.where(end - begin > 1, norm / mass / tl.maximum(own, 1e-30), 1.0)  # a token alone stays as it is
+    x_mean = x_mean.to(x_out.dtype.element_ty)
     tl.store(x_out + target * x_channels + x_column, x_mean, mask=x_column < x_channels)
     if HAS_Y:
         y_mean = (y_sum / mass).to(y_out.dtype.element_ty)

@@ -1,0 +1,73 @@
+"""Clustering by Triton against `core.clustering`: the same clusters, and the members of every slot."""
+
+import pytest
+import torch
+
+from mctf import kernels
+from mctf.core import clustering
+from mctf.core.assignment import Assignment
+from mctf.kernels import clustering as clustering_ops
+
+
+def tokens(device, *, count: int, channels: int = 24, dtype: torch.dtype = torch.float32):
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(2, count, channels, generator=generator) + 2 * torch.randn(2, 1, channels, generator=generator)
+    weights = torch.rand(2, count, generator=generator) + 0.05
+    return x.to(device, dtype), weights.to(device)
+
+
+@pytest.mark.parametrize(
+    ("count", "protected", "r", "rounds"),
+    [(37, 1, 8, 4), (20, 0, 9, 4), (51, 2, 3, 4), (71, 1, 30, 2), (18, 1, 5, 1), (18, 1, 8, 8)],
+)
+def test_clusters_are_those_of_the_plain_version(device, count: int, protected: int, r: int, rounds: int) -> None:
+    x, weights = tokens(device, count=count)
+    before = weights.clone()
+    slots, order, start = clustering_ops.cluster(x, weights, r, protected, rounds)
+    distances = clustering.squared_distances(x.double(), protected=protected)
+    plain = clustering.cluster(distances, weights.double(), r, protected=protected, rounds=rounds)
+    assert torch.equal(slots, plain.slots)
+    expected_order, expected_start = Assignment(slots, count - r).members()
+    assert torch.equal(order, expected_order)
+    assert torch.equal(start, expected_start)
+    assert torch.equal(weights, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reduced_precision(device, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and str(device) == "cpu":
+        pytest.skip("the interpreter cannot multiply bfloat16 matrices")
+    x, weights = tokens(device, count=33, dtype=dtype)
+    slots, _, _ = clustering_ops.cluster(x, weights, 7, 1, 4)
+    distances = clustering.squared_distances(x.double(), protected=1)
+    assert torch.equal(slots, clustering.cluster(distances, weights.double(), 7, protected=1, rounds=4).slots)
+
+
+def test_what_does_not_fit_is_left_to_the_plain_version(device) -> None:
+    assert clustering_ops.fits(257, 1, 64, 4)
+    assert not clustering_ops.fits(258, 1, 64, 4)
+    assert not clustering_ops.fits(257, 1, 129, 4)
+    x, weights = tokens(device, count=300, channels=8)
+    assignment, _, _ = kernels.cluster(x, weights[:, None], None, r=20, protected=1, rounds=4)
+    assert assignment.count == 280
+
+
+def test_undefined_tokens_fill_every_slot(device) -> None:
+    x, weights = torch.full((2, 20, 8), float("nan"), device=device), torch.full((2, 20), float("nan"), device=device)
+    assignment, _, _ = kernels.cluster(x, weights[:, None], None, r=6, protected=1, rounds=4)
+    assert [sorted(set(slots.tolist())) for slots in assignment.slots] == [list(range(14))] * 2
+
+
+def test_means_with_the_norm_of_their_members(device) -> None:
+    x, weights = tokens(device, count=20, channels=40)
+    slots = torch.arange(20, device=device).repeat(2, 1)
+    slots[:, 12:] = slots[:, :8]
+    assignment = Assignment(slots, 12)
+    with torch.no_grad():
+        mean, context, totals = kernels.merge(x, assignment, weights=weights, also=x, keep_norm=True)
+        with kernels.disable_kernels():
+            expected = kernels.merge(x, assignment, weights=weights, also=x, keep_norm=True)
+    torch.testing.assert_close((mean, context, totals), expected)
+    norms = assignment.pool(x.norm(dim=2, keepdim=True), weights)
+    torch.testing.assert_close(mean.norm(dim=2, keepdim=True), norms)
+    assert torch.equal(mean[:, 8:12], x[:, 8:12]), "a token alone stays as it is"

@@ -1,0 +1,96 @@
+"""Ward: what a block computes, when it fuses, what it costs."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import mctf
+from mctf.hosts import find_host
+from mctf.methods import make_method
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return timm.create_model("vit_tiny_patch16_224", img_size=96, depth=4).eval()
+
+
+@pytest.mark.parametrize(("depth", "blocks"), [(12, range(3, 11)), (24, range(6, 23)), (4, range(1, 3)), (1, range(1))])
+def test_blocks_that_fuse_by_default(depth: int, blocks: range) -> None:
+    assert make_method("ward", {}).default_blocks(depth) == blocks
+
+
+@torch.inference_mode()
+def test_a_block_is_exact_attention_then_fusion(model: nn.Module) -> None:
+    """One fusing block, composed by hand from the trace's assignment and weights."""
+    images = torch.randn(2, 3, 96, 96)
+    mctf.fuse(model, "ward", r=[0, 9, 0, 0], dense=False, trim_last=False)
+    block, inputs = model.blocks[1], {}
+    with mctf.trace(model) as trace:
+        fused = model.forward_features(images)
+    assignment = trace.blocks[1].assignment
+    mctf.unfuse(model)
+    hook = model.blocks[1].register_forward_pre_hook(lambda _, args: inputs.setdefault("x", args[0]))
+    model(images)
+    hook.remove()
+    x = inputs["x"]
+    host_block = model.blocks[1]
+    h = host_block.norm1(x)
+    attn = host_block.attn
+    q, k, v = attn.qkv(h).unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    attention = (q * attn.scale @ k.transpose(2, 3)).softmax(3)
+    a = (attention.mean((1, 2)) + attention[:, :, 0].mean(1)) / 2
+    context = (attention @ v).transpose(1, 2).flatten(2)
+    mean = assignment.pool(x, a)
+    norms = assignment.pool(x.norm(dim=2, keepdim=True), a)
+    mean = mean * norms / mean.norm(dim=2, keepdim=True)
+    y = mean + attn.proj(assignment.pool(context, a))
+    y = y + host_block.mlp(host_block.norm2(y))
+    sizes = trace.blocks[1].sizes
+    for index in (2, 3):
+        later = model.blocks[index]
+        attn, h = later.attn, later.norm1(y)
+        q, k, v = attn.qkv(h).unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        logits = q * attn.scale @ k.transpose(2, 3) + sizes.log()[:, None, None]
+        y = y + attn.proj((logits.softmax(3) @ v).transpose(1, 2).flatten(2))
+        y = y + later.mlp(later.norm2(y))
+    torch.testing.assert_close(model.norm(y), fused, rtol=1e-4, atol=1e-4)
+    assert block is not None
+
+
+def test_cost_counts_the_whole_matching(model: nn.Module) -> None:
+    shape = find_host(model).architecture(None).blocks[0]
+    method = make_method("ward", {})
+    fewer = make_method("mctf_exact", {})
+    difference = method.run_macs(shape, 37, 9, protected=1) - fewer.run_macs(shape, 37, 9, protected=1)
+    assert difference == 36 * 36 * 192 - 18 * 18 * 192
+    assert method.run_macs(shape, 37, 0, protected=1) == shape.plain(37)
+
+
+def test_the_last_block_is_trimmed(model: nn.Module) -> None:
+    images = torch.randn(2, 3, 96, 96)
+    plan = mctf.plan(model, method="ward", r=0.3)
+    assert plan.trimmed
+    assert plan.gflops < mctf.plan(model, method="ward", r=0.3, trim_last=False).gflops
+    mctf.fuse(model, "ward", r=0.3)
+    assert model.forward_features(images).shape[1] == 1
+
+
+def test_gradients_reach_every_weight(model: nn.Module) -> None:
+    mctf.fuse(model, "ward", r=0.3).train()
+    model(torch.randn(2, 3, 96, 96)).square().mean().backward()
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rounds": 0}, "rounds=0"),
+        ({"rounds": 2.5}, "rounds=2.5"),
+        ({"norm": "no"}, "norm"),
+        ({"informativeness": "none"}, "informativeness='none' is unknown"),
+    ],
+)
+def test_bad_options(options: dict[str, object], says: str) -> None:
+    with pytest.raises(mctf.MctfError, match=says.replace("'", ".")):
+        make_method("ward", options)
