@@ -48,7 +48,7 @@ def test_a_shared_prefix_changes_nothing(tiny: Any, batches: list[torch.Tensor],
 
 
 def test_blocks_before_the_first_change_run_once(tiny: Any, batches: list[torch.Tensor]) -> None:
-    each = meter(tiny, batches[:1])
+    each = meter(tiny, batches[:1], "tome")
     ran: list[int] = []
     run_block = each._run_block
     each._run_block = lambda index, x, **given: (ran.append(index), run_block(index, x, **given))[1]  # type: ignore[assignment]

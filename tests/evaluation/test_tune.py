@@ -126,7 +126,7 @@ def test_a_fitted_schedule_uses_its_budget(deit: Any) -> None:
         found = search.fit(ratios, limit)
         assert found is not None
         assert limit - 0.004 < search.share(found) <= limit
-        assert [bool(count) for count in found] == ratios.astype(bool).tolist()
+        assert all(ratio for count, ratio in zip(found, ratios, strict=True) if count)
     assert search.fit(np.zeros(12), 0.5) is None
     assert search.fit(np.eye(12)[10], 0.5) is None
 

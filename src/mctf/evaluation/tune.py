@@ -379,7 +379,7 @@ class Tuner:
         """Budgets of the Pareto table."""
         lowest = self.lowest()
         around = {round(wanted + offset, 4) for offset in _OFFSETS}
-        return sorted(each for each in around if lowest <= each <= _HIGHEST)
+        return sorted(each for each in around if lowest <= each <= self.highest())
 
     def lowest(self) -> float:
         """The smallest share that the method's own blocks reach, rounded up."""
@@ -387,13 +387,17 @@ class Tuner:
         amounts = [0.5 if block in blocks else 0 for block in range(self.depth)]
         return math.ceil((self.share(self._counts(amounts)) + 0.01) * 100) / 100
 
+    def highest(self) -> float:
+        """A share that fuses a little: the unfused model may cost less than the baseline, see `Plan.trimmed`."""
+        return min(_HIGHEST, math.floor((self.share((0,) * self.depth) - 0.02) * 100) / 100)
+
     def tune_flops(self, budget: float) -> Tuning:
         best = self.tune(budget)
         return Tuning(best, self.pareto(best))
 
     def tune_kl(self, most: float) -> Tuning:
         """The cheapest schedule whose KL is at most `most`."""
-        low, high = self.lowest(), _HIGHEST
+        low, high = self.lowest(), self.highest()
         grid = [round(float(each), 4) for each in np.linspace(low, high, 8)]
         self.phase("KL over budgets")
         points = [self.solved_point(budget) for budget in grid]
@@ -410,7 +414,7 @@ class Tuner:
             part = math.log(below.kl / most) / max(1e-9, math.log(below.kl / max(1e-12, reached[0].kl)))
             budget = round(below.budget + min(1.0, part) * (budget - below.budget), 4)
         best = self.tune(budget)
-        low, high = max(low, budget - 0.08), min(_HIGHEST, budget + 0.08)
+        low, high = max(low, budget - 0.08), min(self.highest(), budget + 0.08)
         found = best if best.kl <= most else reached[0]
         low, high = (low, best.budget) if best.kl <= most else (best.budget, min(high, reached[0].budget))
         self.phase("the cheapest schedule of this KL")
@@ -427,7 +431,7 @@ class Tuner:
 
     def tune_speedup(self, wanted: float, *, batch: Tensor) -> Tuning:
         """The most faithful schedule that is `wanted` times as fast as the unfused model on this device."""
-        low, high = self.lowest(), _HIGHEST
+        low, high = self.lowest(), self.highest()
         self.phase("speed over budgets")
         fastest = self.speedup(self.default(low), batch)
         if fastest < wanted:
