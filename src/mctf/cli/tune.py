@@ -1,6 +1,5 @@
 """`mctf tune`: how many tokens each block should merge, searched on images without labels."""
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,9 +97,9 @@ def command(
     from ..planning import plan
     from ..schedule_file import Schedule
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise MctfError("mctf tune runs in one process: start it without torchrun")
     with open_run(RunOptions(**options)) as run:
+        if run.distributed.world_size > 1:
+            raise MctfError("mctf tune runs in one process: start it without torchrun")
         plan(run.model, method=method, **method_options)  # refused before images are read
         if getattr(run.model, "num_classes", 0) < 1:
             raise MctfError("the model has no classifier, so there is no KL: tune a model that has one")
