@@ -86,7 +86,7 @@ def test_a_list_and_blocks_contradict_each_other() -> None:
         ({"method": "nothing like it"}, "choose from "),
         ({"method": "ToMe"}, "unknown method 'ToMe': did you mean 'tome'?"),
         ({"method": 16}, "write r=16"),
-        ({"method": None}, "method=None is not a method's name: choose from mctf, "),
+        ({"method": b"mctf"}, "method=b'mctf' is not a method's name: choose from mctf, "),
         ({"poling": "size"}, "method 'mctf' has no option 'poling': did you mean 'pooling'?"),
         ({"method": "tome", "pooling": "size"}, "method 'tome' has no option 'pooling'"),
         ({"pooling": "avg"}, "pooling='avg' is unknown: choose from attention, max, mean, size"),

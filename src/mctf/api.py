@@ -6,13 +6,13 @@ from typing import cast
 
 from torch import nn
 
-from .core.schedule import ReductionSpec, read_blocks
+from .core.schedule import ReductionSpec
 from .errors import MctfError
 from .hosts import find_host
 from .hosts._inspect import check_model
-from .methods import make_method
 from .methods._layers import LAYERS, make_layers
 from .methods.base import check_bool
+from .planning import FusionRequest, ScheduleSource
 from .stack import FusedStack
 
 _CHANGING = threading.RLock()  # two threads that fuse the same model would fuse it twice
@@ -20,20 +20,26 @@ _CHANGING = threading.RLock()  # two threads that fuse the same model would fuse
 
 def fuse(
     model: nn.Module,
-    method: str = "mctf",
+    method: str | None = None,
     *,
     r: ReductionSpec | None = None,
+    flops: float | None = None,
     blocks: Iterable[int] | None = None,
+    schedule: ScheduleSource | None = None,
     dense: bool = False,
     trim_last: bool | None = None,
     **options: object,
 ) -> nn.Module:
     """Make a Vision Transformer cheaper by fusing tokens, in place; `unfuse` takes it back.
 
+    method: "mctf" by default, or the method of the schedule.
     r: tokens to fuse in each block: a count, a ratio below 1 of the unprotected tokens, a list with one amount a
         block, or "fast", the authors' preset (0.35 at blocks 3, 6, 9 of twelve). By default what the method's
         authors use, 16 for mctf.
+    flops: in place of r, the share of the baseline's FLOPs to keep; the method's ratio or count is solved for it
+        (`mctf.plan` shows what comes out, and `set_r` changes it).
     blocks: which blocks fuse; the method's choice by default (mctf: all but the first).
+    schedule: in place of r, the file that `mctf tune` wrote, or its content as a dict.
     dense: give one token per input token to whatever reads the model's tokens, for heads of your own on top of
         `forward_features`; by default a model that reads the class token alone keeps its tokens fused.
     trim_last: let the last block compute queries, projection and MLP only for the tokens that the head reads, where it
@@ -43,43 +49,30 @@ def fuse(
 
     Everything is checked before the model is touched. Returns the same model.
     """
-    with _CHANGING:
-        return _fuse(model, method, r=r, blocks=blocks, dense=dense, trim_last=trim_last, options=options)
-
-
-def _fuse(
-    model: nn.Module,
-    method: str,
-    *,
-    r: ReductionSpec | None,
-    blocks: Iterable[int] | None,
-    dense: bool,
-    trim_last: bool | None,
-    options: dict[str, object],
-) -> nn.Module:
     check_bool(dense=dense)
+    request = FusionRequest.of(method, r=r, flops=flops, blocks=blocks, schedule=schedule, options=options)
+    with _CHANGING:
+        return _fuse(model, request, dense=dense, trim_last=trim_last)
+
+
+def _fuse(model: nn.Module, request: FusionRequest, *, dense: bool, trim_last: bool | None) -> nn.Module:
     if trim_last is not None:
         check_bool(trim_last=trim_last)
-    block_numbers = read_blocks(blocks)
-    chosen_method = make_method(method, options)
     if find_stack(model) is not None:
         raise MctfError("the model is fused already: mctf.set_r changes r; mctf.unfuse comes before another method")
     host = find_host(model)
-    chosen_method = chosen_method.resolve(class_token=host.class_token).fit(lambda: host.architecture(None).blocks)
-    r = chosen_method.default_r if r is None else r
-    schedule = chosen_method.make_schedule(r, depth=host.depth, blocks=block_numbers)
-    chosen_method.check_schedule(schedule)
+    setting = request.resolve(host, dense=dense, trim_last=trim_last)
     layers = None
-    if chosen_method.learned:
-        layers = make_layers(model, chosen_method, host.architecture(None).blocks, schedule)
+    if setting.method.learned:
+        layers = make_layers(model, setting.method, host.architecture(None).blocks, setting.amounts)
     stack = FusedStack(
         host.container,
         host,
-        chosen_method,
-        r=r,
-        blocks=block_numbers,
+        setting.method,
+        r=setting.r,
+        blocks=setting.blocks,
         dense=dense,
-        trim_last=chosen_method.trims_last if trim_last is None else trim_last,
+        trim_last=setting.method.trims_last if trim_last is None else trim_last,
         layers=layers,
     )
     host.install(stack)

@@ -1,22 +1,29 @@
 """Token counts and FLOPs of a fused model, computed from shapes: nothing runs and nothing changes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from functools import cache
+from os import PathLike
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ._utils import format_blocks, format_counts, parse_image_size
+from .core.budget import ReductionSweep, check_flops, reduction_steps
 from .core.flops import Cost
 from .core.schedule import Amount, Reduction, ReductionSpec, plain_r, read_blocks, reductions
 from .errors import MctfError, shown
 from .hosts import Architecture, find_host
+from .hosts.base import Host
 from .methods import make_method
 from .methods._layers import split_state_dict
 from .methods.base import Adaptive, Method, check_bool
 from .models.loading import create_empty
+from .schedule_file import Schedule, read_schedule
 
+ScheduleSource = Schedule | Mapping[str, Any] | str | PathLike[str]
+DEFAULT_METHOD = "mctf"
 TRIMMED = "the last block computes queries, projection and MLP for the tokens that the head reads, no others"
 DEPENDS = "the number of kept tokens depends on the image: token counts and GFLOPs are upper bounds"
 
@@ -99,12 +106,105 @@ class Plan:
         return "\n".join(rows + [f"note: {note}" for note in self.notes])
 
 
+@dataclass(frozen=True)
+class FusionSetting:
+    """How to fuse one model. amounts: one per block, as r and blocks give them."""
+
+    method: Method
+    r: ReductionSpec
+    blocks: tuple[int, ...] | None
+    amounts: tuple[Amount, ...]
+
+
+@dataclass(frozen=True)
+class FusionRequest:
+    """How to fuse any model, checked as far as possible without one: by r, by a budget, or by a schedule.
+
+    r: None for the method's default. flops: share of the baseline's FLOPs to keep, None where r or a schedule is given.
+    """
+
+    method: Method
+    r: ReductionSpec | None
+    flops: float | None
+    blocks: tuple[int, ...] | None
+    schedule: Schedule | None
+
+    @classmethod
+    def of(
+        cls,
+        method: str | None,
+        *,
+        r: ReductionSpec | None,
+        flops: float | None,
+        blocks: Iterable[int] | None,
+        schedule: ScheduleSource | None,
+        options: Mapping[str, object],
+    ) -> "FusionRequest":
+        """The arguments of `mctf.fuse`; raises MctfError where they contradict each other."""
+        if r is not None and flops is not None:
+            raise MctfError(f"r={shown(r)} and flops={shown(flops)} both say how much to fuse: give one of them")
+        budget = None if flops is None else check_flops(flops)
+        numbers = read_blocks(blocks)
+        if schedule is not None:
+            for name, given in (("r", r), ("flops", flops), ("blocks", numbers)):
+                if given is not None:
+                    raise MctfError(f"a schedule says how much each block fuses: leave out {name}={shown(given)}")
+            saved = read_schedule(schedule)
+            saved.check_method(method, options)
+            return cls(make_method(saved.method, dict(saved.options)), saved.r, None, None, saved)
+        chosen = make_method(DEFAULT_METHOD if method is None else method, dict(options))
+        if budget is not None and chosen.adaptive:
+            raise MctfError(
+                f"{chosen.name} keeps as many tokens as each image needs, so a budget needs images: "
+                "mctf compare --flops measures them"
+            )
+        return cls(chosen, r, budget, numbers, None)
+
+    def resolve(
+        self,
+        host: Host,
+        architecture: Architecture | None = None,
+        *,
+        dense: bool = False,
+        trim_last: bool | None = None,
+    ) -> FusionSetting:
+        """The setting for one model; raises MctfError where they do not fit. architecture: of its own size by default.
+
+        A budget is solved by bisection over plans: nothing runs.
+        """
+        method, depth = self.method.resolve(class_token=host.class_token), host.depth
+        method = method.fit(lambda: (host.architecture(None) if architecture is None else architecture).blocks)
+
+        def amounts(r: ReductionSpec) -> tuple[Amount, ...]:
+            per_block = isinstance(r, tuple) and self.flops is not None  # a solved r names every block itself
+            schedule = method.make_schedule(r, depth=depth, blocks=None if per_block else self.blocks)
+            method.check_schedule(schedule)
+            return schedule
+
+        r = method.default_r if self.r is None else self.r
+        if self.schedule is not None or self.flops is not None:
+            architecture = host.architecture(None) if architecture is None else architecture
+        if self.schedule is not None and architecture is not None:
+            self.schedule.check_model(architecture)
+        if self.flops is not None and architecture is not None:
+            shapes = replace(architecture, reads_every_token=architecture.reads_every_token or dense)
+            trim = method.trims_last if trim_last is None else trim_last
+            plans = cache(lambda r: _plan(shapes, method, amounts(r), r, trim_last=trim))
+            chosen = [block for block, amount in enumerate(amounts(1)) if amount]
+            steps = reduction_steps(r, blocks=chosen, depth=depth, tokens=shapes.tokens)
+            sweep = ReductionSweep(method.name, steps, lambda r: plans(r).gflops)
+            r = sweep.closest_share(self.flops, baseline=plans(0).gflops_base)
+        return FusionSetting(method, r, self.blocks, amounts(r))
+
+
 def plan(
     model: nn.Module | str,
     *,
     r: ReductionSpec | None = None,
+    flops: float | None = None,
     blocks: Iterable[int] | None = None,
-    method: str = "mctf",
+    method: str | None = None,
+    schedule: ScheduleSource | None = None,
     image_size: int | tuple[int, int] | None = None,
     dense: bool = False,
     trim_last: bool | None = None,
@@ -113,34 +213,29 @@ def plan(
 ) -> Plan:
     """Token counts and GFLOPs of a model (or its name: timm's, or hf:NAME) under a setting, without running it.
 
+    flops, schedule: as for `mctf.fuse`.
     architecture: of this model at this image size, to plan many settings without working it out for each.
     """
     check_bool(dense=dense)
     if trim_last is not None:
         check_bool(trim_last=trim_last)
     size = None if image_size is None else parse_image_size(image_size)
-    chosen = make_method(method, options)
+    request = FusionRequest.of(method, r=r, flops=flops, blocks=blocks, schedule=schedule, options=options)
     module = create_empty(model, image_size=size) if isinstance(model, str) else model
     host = find_host(module)
-    chosen = chosen.resolve(class_token=host.class_token)
     if architecture is None:
         architecture = host.architecture(size)
     elif not isinstance(architecture, Architecture):
         raise MctfError(f"architecture={shown(architecture)} is no Architecture: leave it out")
-    shapes = architecture.blocks
-    chosen, depth = chosen.fit(lambda: shapes), len(shapes)
-    r = chosen.default_r if r is None else r
-    schedule = chosen.make_schedule(r, depth=depth, blocks=read_blocks(blocks))
-    chosen.check_schedule(schedule)
+    setting = request.resolve(host, architecture, dense=dense, trim_last=trim_last)
     with torch.device("meta"):
-        layers = chosen.make_layers(architecture.blocks, schedule)
+        layers = setting.method.make_layers(architecture.blocks, setting.amounts)
     learned = 0 if layers is None else sum(value.numel() for value in layers.parameters())
     own, _ = split_state_dict(dict(module.named_parameters()))
     parameters = learned + sum(value.numel() for value in own.values())
     architecture = replace(architecture, reads_every_token=architecture.reads_every_token or dense)
-    planned = _plan(
-        architecture, chosen, schedule, plain_r(r), trim_last=chosen.trims_last if trim_last is None else trim_last
-    )
+    trim = setting.method.trims_last if trim_last is None else trim_last
+    planned = _plan(architecture, setting.method, setting.amounts, plain_r(setting.r), trim_last=trim)
     return replace(planned, parameters=parameters, learned_parameters=learned)
 
 

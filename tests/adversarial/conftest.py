@@ -12,6 +12,7 @@ import stat
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from helpers.command_line import Command, Outcome
 from helpers.images import write_folder, zip_folder
 from mctf.cli import _COMMANDS
 from mctf.models.loading import load_model
+from mctf.schedule_file import Schedule
 
 Files = dict[str, str]  # paths by the names that commands of the tables put into braces
 _NAME = re.compile(r"\{([\w.]+)\}")
@@ -56,6 +58,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     (folder / "classes.tsv").write_text("0\ta\tfirst\n1\tb\tsecond\n")
     (folder / "broken_link").symlink_to(folder / "nothing")
     (folder / "loop").symlink_to(folder / "loop")
+    write_folder(folder / "one_image", "0.png")
+    (folder / "unreadable").mkdir()
+    for number in range(3):
+        (folder / "unreadable" / f"{number}.png").write_bytes(b"no picture")
+    schedule = Schedule(method="ward", depth=12, tokens=257, protected=1, r=(0, 0, 0, *[16] * 8, 0))
+    changes = {
+        "schedule": {},
+        "other_depth": {"depth": 2, "r": (1, 1)},
+        "other_tokens": {"tokens": 99},
+        "negative": {"r": (-1,) * 12},
+        "nan": {"r": (float("nan"),) * 12},
+    }
+    for name, change in changes.items():
+        replace(schedule, **change).write(folder / f"{name}.json")
     (folder / "recipe.toml").write_text(f'model = "embedded"\ndata = "{images}"\n')
     (folder / "bad.toml").write_text("model = \n")
     os.mkfifo(folder / "fifo")

@@ -16,6 +16,7 @@ VISUALIZE = "visualize {picture.png} --model embedded"
 BENCH = "bench embedded --rounds 1 --batch 1"
 REPRODUCE = "reproduce embedded --data {images} --out out --only criteria --limit 2"
 DEMO = "demo --rounds 1 --batch 1"
+TUNE = "tune embedded --data {images} --images 2"
 
 GROUP = [
     ("--bogus", "No such option"),
@@ -32,6 +33,104 @@ GROUP = [
     ("plan embedded resnet18", "unexpected extra argument"),
     ("plan embedded --r 8", "No such option"),
     ("demo embedded", "unexpected extra argument"),
+]
+
+SCHEDULES = [
+    (f"{verb} --schedule {{{name}}}", "schedule")
+    for verb in ("plan embedded", "eval embedded --data {images}", "compare embedded --data {images}", "bench embedded")
+    for name in ("empty", "text.txt", "binary", "fifo", "empty_folder", "broken_link", "loop", "null", "weights.pt")
+] + [
+    ("plan embedded --schedule ''", "--schedule"),
+    ("plan embedded --schedule nowhere", "nowhere"),
+    ("plan embedded --schedule {other_depth.json}", "for 2 blocks"),
+    ("plan embedded --schedule {other_tokens.json}", "for 99 tokens"),
+    ("plan embedded --schedule {negative.json}", "r=-1 is negative"),
+    ("plan embedded --schedule {nan.json}", "r=nan is neither"),
+    ("plan embedded --schedule {schedule.json} -r 3", "leave out r=3"),
+    ("plan embedded --schedule {schedule.json} --flops 0.5", "leave out flops=0.5"),
+    ("plan embedded --schedule {schedule.json} --blocks 3", "leave out blocks=(3,)"),
+    ("plan embedded --schedule {schedule.json} -m mctf", "for method 'ward', not 'mctf'"),
+    ("plan embedded --schedule {schedule.json} --option rounds=3", "leave out 'rounds'"),
+    ("plan embedded --schedule {schedule.json} --image-size 128", "for 257 tokens"),
+    ("plan deit_tiny_patch16_224 --schedule {schedule.json}", "has 197"),
+    ("eval embedded --data {images} --schedule {schedule.json} --output {schedule.json}", "is an input"),
+    ("eval embedded --data {images} --schedule {schedule.json} --blocks 3", "leave out blocks"),
+    ("eval embedded --data {images} --schedule {other_tokens.json}", "for 99 tokens"),
+    ("compare embedded --data {images} --schedule {other_depth.json}", "for 2 blocks"),
+    ("bench embedded --schedule {schedule.json} -m tome", "leave out -r, --flops and --method"),
+    ("bench embedded --schedule {other_depth.json}", "for 2 blocks"),
+    ("visualize {picture.png} --model embedded --schedule {schedule.json} -r 3", "leave out r=3"),
+    ("visualize {picture.png} --model embedded --schedule {nan.json}", "r=nan is neither"),
+    ("demo --rounds 1 --batch 1 --schedule {negative.json}", "r=-1 is negative"),
+    ("finetune embedded --data {images} --schedule {schedule.json} -r 3", "leave out r=3"),
+    ("finetune embedded --data {images} --schedule {schedule.json} --flops 0.5", "leave out flops=0.5"),
+    ("finetune embedded --data {images} --schedule {schedule.json} -m tome", "for method 'ward', not 'tome'"),
+    ("finetune embedded --data {images} --schedule {text.txt}", "is not JSON"),
+    ("finetune embedded --data {images} --schedule nowhere", "there is no such file"),
+    ("finetune embedded --data {images} --schedule {other_depth.json}", "for 2 blocks"),
+    ("finetune embedded --data {images} --schedule {schedule.json} -m none", "for method 'ward', not 'none'"),
+]
+
+BUDGETS = [
+    *((f"plan embedded --flops {value}", "flops=") for value in ("0", "-1", "1.01", "nan", "inf", "x", "''", "56%")),
+    ("plan embedded --flops 0.5 -r 16", "both say how much to fuse"),
+    ("plan embedded --flops 0.01", "choose flops from 0."),
+    ("plan embedded --flops 0.5 -m ats", "mctf compare --flops"),
+    ("plan embedded --flops 0.5 --blocks 99", "blocks names 99"),
+    ("plan embedded --flops 0.5,0.6", "flops='0.5,0.6'"),
+    ("eval embedded --data {images} --flops 0.5 -r 0", "both say how much to fuse"),
+    ("eval embedded --data {images} --flops ,", "is empty"),
+    ("eval embedded --data {images} --flops 0.5,2", "flops='2'"),
+    ("eval embedded --data {images} --flops 0.01", "choose flops from 0."),
+    ("eval embedded --data {images} --flops 0.5 -m a_vit", "mctf compare --flops"),
+    ("compare embedded --data {images} --flops 0", "flops='0'"),
+    ("compare embedded --data {images} --flops 0.01 --methods tome --limit 2", "no method can be compared"),
+    ("bench embedded --flops 0.5 -r 16", "both say how much to fuse"),
+    ("bench embedded --flops 0.01", "choose flops from 0."),
+    ("bench embedded --flops 0.5 -m ats", "mctf compare --flops"),
+    ("visualize {picture.png} --model embedded --flops 0.5 -r 16", "both say how much to fuse"),
+    ("visualize {picture.png} --model embedded --flops 0.01", "choose flops from 0."),
+    ("demo --rounds 1 --batch 1 --flops 2", "flops='2'"),
+    ("demo --rounds 1 --batch 1 --flops 0.01", "choose flops from 0."),
+    ("finetune embedded --data {images} --flops 0.5 -r 16", "both say how much to fuse"),
+    ("finetune embedded --data {images} --flops nan", "flops='nan'"),
+    ("finetune embedded --data {images} --flops 0.01", "choose flops from 0."),
+    ("finetune embedded --data {images} --flops 0.5 -m none", "belong to a method that fuses"),
+    ("finetune embedded --data {images} --flops 1", "consistency compares two amounts of fusion"),
+    ("finetune embedded --data {images} --flops 0.5 --lighter-r 3", "lighter_r is a number of tokens"),
+]
+
+TUNING = [
+    ("tune", "Missing argument 'MODEL'"),
+    ("tune embedded --flops 0.5", "Missing option '--data'"),
+    (TUNE, "there must be one aim"),
+    (TUNE + " --flops 0.5 --speedup 2", "there must be one aim"),
+    *((TUNE + f" --flops {value}", "flops=") for value in ("0", "nan", "x", "1.5")),
+    (TUNE + " --flops 0.01", "choose flops from 0."),
+    *((TUNE + f" --max-kl {value}", "--max-kl") for value in ("0", "-1", "nan", "inf", "x")),
+    *((TUNE + f" --speedup {value}", "--speedup") for value in ("1", "0", "nan", "x", "1e9")),
+    (TUNE + " --flops 0.5 --images 1", "--images"),
+    (TUNE + " --flops 0.5 --seed -1", "--seed"),
+    (TUNE + " --flops 0.5 -m bogus", "unknown method"),
+    (TUNE + " --flops 0.5 -m ats", "keeps as many tokens as each image needs"),
+    (TUNE + " --flops 0.5 -m spvit", "has learned layers"),
+    (TUNE + " --flops 0.5 --option bogus=1", "has no option 'bogus'"),
+    (TUNE + " --flops 0.5 --option rounds=-1", "rounds=-1"),
+    (TUNE + " --flops 0.5 --output {empty_folder}", "is a folder"),
+    (TUNE + " --flops 0.5 --output nowhere/a.json", "there is no folder"),
+    (TUNE + " --flops 0.5 --output {weights.pt} --weights {weights.pt}", "is an input"),
+    (TUNE + " --flops 0.5 --plot a.txt", "neither .png nor .svg"),
+    (TUNE + " --flops 0.5 --cache {text.txt}", "holds no scores"),
+    (TUNE + " --flops 0.5 --cache {fifo}", "fifo"),
+    (TUNE + " --flops 0.5 --device bogus", "bogus"),
+    (TUNE + " --flops 0.5 --limit 3", "No such option"),
+    ("tune nonsense --data {images} --flops 0.5", "timm has no model"),
+    ("tune resnet18 --data {images} --flops 0.5 --weights {weights.pt}", "another model"),
+    ("tune embedded --data {empty_folder} --flops 0.5", "is empty"),
+    ("tune embedded --data nowhere --flops 0.5", "there is no"),
+    ("tune embedded --data {picture.png} --flops 0.5", "picture.png"),
+    ("tune embedded --data {files}/one_image --flops 0.5", "only one image"),
+    ("tune embedded --data {files}/unreadable --flops 0.5", "is not a readable image"),
 ]
 
 PLAN = [
@@ -180,7 +279,7 @@ EVALUATE = [
 ]
 
 COMPARISON = [
-    ("compare embedded --data {images}", "Missing option '--gflops'"),
+    ("compare embedded --data {images}", "there is no cost to compare at"),
     ("compare embedded --gflops 0.5", "Missing option '--data'"),
     (COMPARE + " --gflops 0", "positive numbers"),
     (COMPARE + " --gflops -1", "positive numbers"),
@@ -396,6 +495,9 @@ DEMONSTRATION = [
 
 CASES = [
     *GROUP,
+    *SCHEDULES,
+    *BUDGETS,
+    *TUNING,
     *PLAN,
     *EVALUATE,
     *COMPARISON,
@@ -408,6 +510,13 @@ CASES = [
 
 # Odd, and right all the same.
 LEGAL = [
+    "plan embedded --flops 1",
+    "plan embedded --flops 0.9999999",
+    "plan embedded --schedule {schedule.json}",
+    "plan embedded --schedule {schedule.json} -m ward",
+    "plan embedded --flops 0.7 --blocks 3,3,6",
+    EVAL + " --schedule {schedule.json} --schedule {schedule.json}",
+    "compare embedded --data {images} --flops 0.6 --gflops 0.5 --methods tome --limit 2",
     "plan embedded -r 0",
     "plan embedded -r 1000000",
     "plan embedded -r 0.999999",

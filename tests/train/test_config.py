@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mctf import MctfError
+from mctf.schedule_file import Schedule
 from mctf.train.build import resume_command
 from mctf.train.config import Recipe, read_recipe, read_toml
 
@@ -284,3 +285,26 @@ RECIPES = sorted(Path(__file__).parents[2].glob("recipes/**/*.toml"))
 def test_recipes_of_the_repository_are_valid(path: Path) -> None:
     recipe = read_recipe(read_toml(path) | {"data": "images.zip"})
     assert recipe.model in path.read_text()
+
+
+def test_a_budget_in_place_of_r(tmp_path: Path) -> None:
+    recipe = read_recipe(BASIC | {"method": "ward", "flops": "0.56"})
+    assert (recipe.r, recipe.flops, recipe.evaluate_r, recipe.method) == (None, 0.56, None, "ward")
+    assert recipe.fingerprint()["flops"] == 0.56
+    (tmp_path / "recipe.toml").write_text(recipe.as_toml())
+    assert read_recipe(read_toml(tmp_path / "recipe.toml")) == recipe
+
+
+def test_a_schedule_brings_its_method_and_options(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    schedule = Schedule(method="ward", depth=6, tokens=17, protected=1, r=(0, 2, 0, 1, 0, 0), options={"rounds": 2})
+    schedule.write(path)
+    recipe = read_recipe(BASIC | {"schedule": path})
+    assert (recipe.method, recipe.method_options, recipe.r) == ("ward", {"rounds": 2}, None)
+    (tmp_path / "recipe.toml").write_text(recipe.as_toml())
+    assert read_recipe(read_toml(tmp_path / "recipe.toml")) == recipe
+    before = recipe.fingerprint()
+    replace(schedule, r=(0, 3, 0, 1, 0, 0)).write(path)
+    assert recipe.fingerprint() != before, "the content of the file counts"
+    assert "for method 'ward', not 'mctf'" in refusal(schedule=path, method="mctf")
+    assert "leave out r=3" in refusal(schedule=path, r=3)

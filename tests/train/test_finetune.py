@@ -24,6 +24,7 @@ from helpers.torchrun import Running, run_together, run_torchrun, write_stripes
 from helpers.train_feeds import read_log
 from mctf import MctfError
 from mctf._locks import lock_folder
+from mctf.schedule_file import Schedule
 from mctf.train import finalize
 from mctf.train.engine import Trainer
 from mctf.train.logging import Logs, Record
@@ -415,3 +416,21 @@ class TestRefuses:
         line = run.refusal(*arguments(place, tmp_path / "run", "--validation", other))
         assert f"class 'walrus' of {other} is not among the classes of training: remove it" in line
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("by", ["flops", "schedule"])
+def test_a_budget_or_a_schedule_in_place_of_r(place: Path, tmp_path: Path, run: Command, by: str) -> None:
+    path = tmp_path / "schedule.json"
+    Schedule(method="ward", depth=6, tokens=17, protected=1, r=(0, 2, 0, 1, 0, 0)).write(path)
+    amount = ("--flops", 0.8, "-m", "tome") if by == "flops" else ("--schedule", path)
+    tiny = ("test_vit", "--random-weights", "--image-size", 64, "--batch", 8, "--device", "cpu", "--epochs", 1)
+    images = ("--data", place / "train", "--validation", place / "val", "--output", tmp_path / "out")
+    answer = run(*tiny, *images, *amount, "--json")
+    assert answer.code == 0, answer.err
+    rows = json.loads(answer.out)["rows"]
+    assert rows[0]["r"] == 0
+    if by == "flops":
+        assert rows[1]["gflops"] == pytest.approx(0.8 * rows[0]["gflops"], rel=0.03)
+    else:
+        assert (rows[1]["method"], rows[1]["r"]) == ("ward", [0, 2, 0, 1, 0, 0])
+    assert run(*tiny, *images, *amount, "--resume").code == 0

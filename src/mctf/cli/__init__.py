@@ -24,6 +24,7 @@ _COMMANDS = {
     "plan": "Token counts and GFLOPs of a model, without running it.",
     "eval": "Accuracy, fidelity and speed of a model over several r.",
     "compare": "Which method stays closest to the baseline at equal cost.",
+    "tune": "How many tokens each block should fuse, on your own images.",
     "finetune": "Fine-tune a model for token fusion.",
     "bench": "Speed of unfused, fused and free-drop models, in one run.",
     "reproduce": "Reproduce the paper's tables and figures, as one page.",

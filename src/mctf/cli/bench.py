@@ -12,11 +12,13 @@ from .options import (
     NAMES,
     REDUCTIONS,
     Parsed,
+    budgets_option,
     device_option,
     dtype_option,
     image_size_option,
     json_option,
     output_option,
+    schedule_option,
     threads_option,
 )
 from .output import check_outputs, give_json
@@ -55,12 +57,10 @@ Examples:
 """,
 )
 @click.argument("models", nargs=-1, required=True, metavar="MODEL…")
-@click.option(
-    "-r", "reductions", type=REDUCTIONS, default="16", show_default=True, help="Tokens to fuse per block: 16,0.35,fast."
-)
-@click.option(
-    "--method", "-m", "methods", type=NAMES, default="mctf,mctf_exact,tome", show_default=True, help="Methods to time."
-)
+@click.option("-r", "reductions", type=REDUCTIONS, help="Tokens to fuse per block: 16,0.35,fast; 16 by default.")
+@budgets_option
+@schedule_option
+@click.option("--method", "-m", "methods", type=NAMES, help="Methods to time; mctf,mctf_exact,tome by default.")
 @click.option(
     "--batch",
     "batches",
@@ -81,8 +81,10 @@ Examples:
 @json_option
 def command(
     models: tuple[str, ...],
-    reductions: list["ReductionSpec"],
-    methods: list[str],
+    reductions: list["ReductionSpec"] | None,
+    budgets: list[float] | None,
+    schedule: Path | None,
+    methods: list[str] | None,
     batches: list[int],
     image_size: tuple[int, int] | None,
     dtype: str,
@@ -103,7 +105,9 @@ def command(
     checked against reference operations in float32. Contenders are timed in turn in every round. Figures are medians
     over rounds; a speed-up is the median of the ratios within rounds.
     """
-    check_outputs(output)
+    check_outputs(output, inputs=(schedule,))
+    if reductions is not None and budgets is not None:
+        raise MctfError("-r and --flops both say how much to fuse: give one of them")
     if mode != "default" and not compiled:
         raise MctfError(f"--mode {mode} belongs to torch.compile: add --compile")
 
@@ -112,15 +116,40 @@ def command(
     from ..evaluation.benchmark import BenchmarkConfig, inconclusive, verdicts
     from ..evaluation.environment import command_line, commit, describe_device, pick_device, set_threads, versions
     from ..hosts import find_host
-    from ..methods import make_method
     from ..models.loading import create, create_empty
+    from ..planning import FusionRequest
+    from ..schedule_file import read_schedule
 
+    saved = None if schedule is None else read_schedule(schedule)
+    if saved is not None and (reductions or budgets or methods):
+        raise MctfError(
+            "a schedule says what each block fuses, and by which method: leave out -r, --flops and --method"
+        )
+    if saved is not None:
+        methods = [saved.method]
+    methods = ["mctf", "mctf_exact", "tome"] if methods is None else methods
     if not methods:
         raise MctfError("there is nothing to time: name at least one method (--method mctf)")
-    for name in methods:
-        make_method(name, {})
+    amounts: list[dict[str, Any]] = [{"r": r} for r in reductions or (16,)]
+    if budgets is not None:
+        amounts = [{"r": None, "flops": budget} for budget in budgets]
+    if saved is not None:
+        amounts = [{"r": None, "schedule": saved}]
+    requests = [
+        FusionRequest.of(
+            None if saved else name,
+            r=amount["r"],
+            flops=amount.get("flops"),
+            blocks=None,
+            schedule=saved,
+            options={},
+        )
+        for name, amount in product(methods, amounts)
+    ]
     for name in models:  # refused before the first of them is timed
-        find_host(create_empty(name, image_size=image_size))
+        host = find_host(create_empty(name, image_size=image_size))
+        for request in requests:
+            request.resolve(host)
     set_threads(threads)
     device, precision = pick_device(device_name), getattr(torch, dtype)
     tables: list[dict[str, Any]] = []
@@ -128,18 +157,18 @@ def command(
         model: Any = create(name, image_size=image_size)
         model = model.to(device, torch.float32 if training else precision)
         size = image_size or find_host(model).image_size
-        for r, batch in product(reductions, batches):
+        for amount, batch in product(amounts, batches):
             config = BenchmarkConfig(
                 methods=tuple(methods),
-                r=r,
                 batch=batch,
                 image_size=size,
                 compiled=mode if compiled else None,
                 rounds=rounds,
                 training=precision if training else None,
+                **amount,
             )
             where = describe_device(next(model.parameters()).device)
-            title = f"{name}, r={r}, batch {batch}, {size[0]}x{size[1]}, {where}, {dtype}"
+            title = f"{name}, {config.amount}, batch {batch}, {size[0]}x{size[1]}, {where}, {dtype}"
             title += ", forward and backward" if training else ""
             rows = _run(model, config, title)
             tables.append(

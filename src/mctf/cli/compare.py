@@ -8,7 +8,7 @@ import click
 
 from .._utils import optional_import, plural
 from ..errors import MctfError
-from .options import FILE, NAMES, Parsed, run_options
+from .options import BUDGETS, FILE, NAMES, Parsed, run_options, schedule_option
 from .output import check_outputs, give_json
 from .progress import Command, open_run, progress
 
@@ -33,6 +33,7 @@ def parse_targets(text: str) -> list[float]:
     epilog="""\b
 Examples:
   mctf compare deit_small_patch16_224 --data imagenet/val --gflops 2.6
+  mctf compare deit_small_patch16_224 --data imagenet/val --flops 0.56
   mctf compare deit_tiny_patch16_224 --data photos.zip \\
       --methods mctf,tome,evit --gflops 0.7 --limit 500
   mctf compare deit_tiny_patch16_224 --data val.zip \\
@@ -42,14 +43,18 @@ Examples:
 )
 @click.argument("model")
 @click.option("--methods", type=NAMES, default="all", show_default=True, help="Methods, as in mctf,tome; or all.")
+@click.option("--gflops", "targets", type=Parsed("g,…", parse_targets), help="Target costs: 0.7 or 0.6,0.9.")
 @click.option(
-    "--gflops", "targets", type=Parsed("g,…", parse_targets), required=True, help="Target costs: 0.7 or 0.6,0.9."
+    "--flops", "budgets", type=BUDGETS, help="Target costs as shares of the unfused model's FLOPs: 0.56 or 0.56,0.67."
 )
+@schedule_option
 @click.option("--plot", type=FILE, help="Plot KL and accuracy over GFLOPs into this .png or .svg file.")
 @run_options
 def command(
     methods: list[str],
-    targets: list[float],
+    targets: list[float] | None,
+    budgets: list[float] | None,
+    schedule: Path | None,
     plot: Path | None,
     output: Path | None,
     as_json: bool,
@@ -57,27 +62,38 @@ def command(
 ) -> None:
     """Which method stays closest to the predictions of MODEL at equal cost.
 
-    MODEL is a timm name, or hf:NAME. Each method is brought as close to the target GFLOPs as possible, in its own
-    blocks. Agreement, KL and cosine compare with the baseline, the unfused model. Learned methods use the layers in
-    --weights, otherwise untrained ones, which the table marks. A method that does not support the model, or cannot
-    reach a target, is listed with the reason.
+    MODEL is a timm name, or hf:NAME. Each method is brought as close to the target cost as possible, in its own
+    blocks. A schedule is compared at its own cost. Agreement, KL and cosine compare with the baseline, the unfused
+    model. Learned methods use the layers in --weights, otherwise untrained ones, which the table marks. A method that
+    does not support the model, or cannot reach a target, is listed with the reason.
     """
     methods = _known_methods(methods)
-    check_outputs(output, plot, inputs=(options["data"], options["weights"], options["classes"]))
+    check_outputs(output, plot, inputs=(options["data"], options["weights"], options["classes"], schedule))
+    if targets is None and budgets is None and schedule is None:
+        raise MctfError("there is no cost to compare at: give --flops 0.56, or --gflops 0.7")
     if plot is not None:
         optional_import("matplotlib", extra="report", purpose="plots")
         from ..viz.plots import check_format
 
         check_format(plot)
 
-    from ..evaluation.compare import compare, find_candidates, verdicts
+    from ..evaluation.compare import compare, find_candidates, schedule_candidate, verdicts
     from ..evaluation.setup import RunOptions
+    from ..planning import plan
+    from ..schedule_file import read_schedule
+
+    saved = None if schedule is None else read_schedule(schedule)
 
     with open_run(RunOptions(**options)) as run:
         wanted = run.options.progress
         with progress("matching FLOPs", len(methods), wanted=wanted) as tick:
             sample = run.sample(_SAMPLE)
+            baseline = plan(run.model, r=0, image_size=(sample.shape[2], sample.shape[3])).gflops_base
+            targets = list(dict.fromkeys([*(targets or ()), *(share * baseline for share in budgets or ())]))
+            tuned = [] if saved is None else [schedule_candidate(run.model, saved, name=str(schedule), images=sample)]
+            targets += [each.target for each in tuned if each.target is not None and each.target not in targets]
             candidates, refusals = find_candidates(run.model, methods, targets, images=sample, tick=tick)
+        candidates += tuned
         if not candidates:
             raise MctfError(f"no method can be compared: {refusals[0].reason}")
         with progress("comparing", len(run.batches) * (1 + len(candidates)), wanted=wanted) as tick:

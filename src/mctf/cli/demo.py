@@ -2,12 +2,12 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .._utils import plural
-from .options import FILE, device_option, json_option, method_option, reduction_option
+from .options import FILE, amount_options, default_r, device_option, json_option
 from .output import check_folder, echo, give_json, say_nothing
 from .progress import Command, progress
 
@@ -31,8 +31,7 @@ Examples:
 )
 @click.option("--model", default="embedded", show_default=True, help="A timm name; embedded ships with mctf.")
 @click.option("--weights", type=FILE, help="Weights file; pretrained or random weights by default.")
-@reduction_option("fast")
-@method_option
+@amount_options("fast")
 @click.option("--batch", type=click.IntRange(1, 4096), default=8, show_default=True, help="Batch size when timing.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Rounds of timing.")
 @device_option
@@ -48,8 +47,10 @@ Examples:
 def command(
     model: str,
     weights: Path | None,
-    r: "ReductionSpec",
-    method: str,
+    r: "ReductionSpec | None",
+    flops: float | None,
+    schedule: Path | None,
+    method: str | None,
     batch: int,
     rounds: int,
     device_name: str | None,
@@ -65,16 +66,17 @@ def command(
     check_folder(output, "--output")
 
     from ..evaluation.environment import pick_device, versions
-    from ..methods import make_method
     from ..models.loading import RANDOM, load_or_random
+    from ..planning import FusionRequest
     from ..viz.contact_sheet import write_png
     from ..viz.demo import WARMUP, Demonstration, photographs
 
-    make_method(method, {})  # before a download
+    amounts: dict[str, Any] = {"r": default_r(r, "fast", flops, schedule), "flops": flops, "schedule": schedule}
+    FusionRequest.of(method, **amounts, blocks=None, options={})  # before a download
     files, device = photographs(), pick_device(device_name)
     with progress(f"loading {model}"):
         loaded, source = load_or_random(model, weights=weights)
-        demonstration = Demonstration.of(loaded, files, method=method, r=r, device=device)
+        demonstration = Demonstration.of(loaded, files, method=method, device=device, **amounts)
     show = say_nothing if as_json else echo
     show(f"{demonstration.plan}\n\n{_weights_text(source, classes=demonstration.classes)}")
 
@@ -93,7 +95,7 @@ def command(
     facts = {
         "model": model,
         "weights": source,
-        "method": method,
+        "method": demonstration.plan.method,
         "plan": demonstration.plan.as_dict(),
         "speed": asdict(speed),
         "fidelity": asdict(fidelity),

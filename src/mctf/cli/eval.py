@@ -8,13 +8,27 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MctfError
-from .options import NAMES, REDUCTIONS, blocks_option, options_option, parse_options, run_options
+from .options import (
+    FILE,
+    NAMES,
+    REDUCTIONS,
+    blocks_option,
+    budgets_option,
+    options_option,
+    parse_options,
+    run_options,
+)
 from .output import check_outputs, give_json
 from .progress import Command, open_run, progress
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..core.schedule import ReductionSpec
     from ..evaluation.evaluate import Setting
+    from ..planning import FusionRequest
+
+_REDUCTIONS = (0, 4, 8, 12, 16, 20)
 
 
 @click.command(
@@ -24,6 +38,8 @@ if TYPE_CHECKING:
 Examples:
   mctf eval deit_small_patch16_224 --data imagenet/val
   mctf eval deit_small_patch16_224 --data photos.zip -r 8,16,fast --limit 500
+  mctf eval deit_small_patch16_224 --data imagenet/val \\
+      --method ward,mctf --flops 0.56,0.67
   mctf eval deit_tiny_patch16_224 --data val.zip \\
       --weights tiny.safetensors --classes classes.tsv \\
       -r 0,16 --method mctf,tome --json
@@ -32,18 +48,18 @@ Examples:
 """,
 )
 @click.argument("model")
-@click.option(
-    "-r", "reductions", type=REDUCTIONS, default="0,4,8,12,16,20", show_default=True, help="Tokens to fuse per block."
-)
-@click.option(
-    "--method", "-m", "methods", type=NAMES, default="mctf", show_default=True, help="Methods, as in mctf,tome."
-)
+@click.option("-r", "reductions", type=REDUCTIONS, help="Tokens to fuse per block; 0,4,8,12,16,20 by default.")
+@budgets_option
+@click.option("--schedule", "schedules", type=FILE, multiple=True, help="A schedule that mctf tune wrote; repeatable.")
+@click.option("--method", "-m", "methods", type=NAMES, help="Methods, as in mctf,tome; mctf by default.")
 @options_option
 @blocks_option
 @run_options
 def command(
-    reductions: list["ReductionSpec"],
-    methods: list[str],
+    reductions: list["ReductionSpec"] | None,
+    budgets: list[float] | None,
+    schedules: tuple[Path, ...],
+    methods: list[str] | None,
     pairs: tuple[str, ...],
     blocks: tuple[int, ...] | None,
     output: Path | None,
@@ -56,13 +72,14 @@ def command(
     interpolation are those of the model. Every batch runs through all settings in turn. Under torchrun the ranks share
     the images; each image counts once. --json adds the standard error of each KL, kl_error.
     """
-    check_outputs(output, inputs=(options["data"], options["weights"], options["classes"]))
-    settings = _settings(methods, reductions, blocks, pairs)
+    check_outputs(output, inputs=(options["data"], options["weights"], options["classes"], *schedules))
+    requests = _requests(methods, reductions, budgets, schedules, blocks, pairs)
 
     from ..evaluation.evaluate import evaluate, passes
     from ..evaluation.setup import RunOptions
 
     with open_run(RunOptions(**options)) as run:
+        settings = _settings(run.model, requests, blocks, parse_options(pairs))
         steps = len(run.batches) * passes(settings)
         with progress("evaluating", steps, wanted=run.options.progress) as tick:
             evaluation = evaluate(run.model, run.batches, settings, tick=tick)
@@ -80,26 +97,58 @@ def command(
         print_rows(evaluation.rows, title=run_title(facts), notes=facts["notes"])
 
 
-def _settings(
-    methods: Sequence[str],
-    reductions: Sequence["ReductionSpec"],
+def _requests(
+    methods: Sequence[str] | None,
+    reductions: "Sequence[ReductionSpec] | None",
+    budgets: Sequence[float] | None,
+    schedules: Sequence[Path],
     blocks: tuple[int, ...] | None,
     pairs: Sequence[str],
-) -> list["Setting"]:
-    """Every method with every r, each once; refuses methods and options before anything is loaded."""
-    from ..evaluation.evaluate import Setting
-    from ..methods import make_method
+) -> list[tuple[str, "FusionRequest"]]:
+    """Every method with every r or budget, and every schedule, each with its name in the table.
 
+    Refuses methods, options and schedules before anything is loaded.
+    """
+    from ..planning import DEFAULT_METHOD, FusionRequest
+
+    if reductions is not None and budgets is not None:
+        raise MctfError("-r and --flops both say how much to fuse: give one of them")
+    options = parse_options(pairs)
+    requests = []
+    for path in schedules:
+        request = FusionRequest.of(None, r=None, flops=None, blocks=blocks, schedule=path, options=options)
+        requests.append((f"{request.method.name} ({path.stem})", request))
+    if schedules and methods is None and reductions is None and budgets is None:
+        return requests
+    methods = [DEFAULT_METHOD] if methods is None else methods
     if not methods:
         raise MctfError("there is nothing to evaluate: name at least one method (--method mctf)")
     if pairs and len(set(methods)) > 1:
         raise MctfError("--option belongs to one method: evaluate methods with options one by one")
-    options = parse_options(pairs)
+    amounts = [(r, None) for r in (_REDUCTIONS if reductions is None else reductions)]
+    for name in dict.fromkeys(methods):
+        for r, flops in amounts if budgets is None else [(None, budget) for budget in budgets]:
+            request = FusionRequest.of(name, r=r, flops=flops, blocks=blocks, schedule=None, options=options)
+            requests.append((name, request))
+    return requests
+
+
+def _settings(
+    model: "nn.Module",
+    requests: "Sequence[tuple[str, FusionRequest]]",
+    blocks: tuple[int, ...] | None,
+    options: dict[str, Any],
+) -> list["Setting"]:
+    """What the requests come to on a model, each once."""
+    from ..evaluation.evaluate import Setting
+
     settings: list[Setting] = []
-    for name in methods:
-        make_method(name, options)
-        for r in reductions:
-            setting = Setting(name, r, blocks, tuple(options.items()))
-            if setting not in settings:  # by equality: the value of an option may be a list
-                settings.append(setting)
+    for name, request in requests:
+        if request.r is not None and request.schedule is None:
+            setting = Setting(name, request.r, blocks, tuple(options.items()))
+        else:
+            own = options if request.schedule is None else request.schedule.options
+            setting = Setting.of(request, model, options=own, label=name if request.schedule else "")
+        if setting not in settings:  # by equality: the value of an option may be a list
+            settings.append(setting)
     return settings

@@ -175,9 +175,11 @@ def _finalize(trainer: "Trainer", show_bar: bool | None, echo: Callable[[str], N
 
 
 def _summary(trainer: "Trainer") -> str:
+    from ..api import fused_stack
+
     recipe, steps, world = trainer.recipe, trainer.steps, trainer.distributed.world_size
     parameters = sum(each.numel() for each in trainer.model.parameters()) / 1e6
-    fusion = f"{recipe.method} r={recipe.r}" if recipe.fuses else "unfused"
+    fusion = f"{recipe.method} r={fused_stack(trainer.model).r}" if recipe.fuses else "unfused"
     batch = " x ".join([str(recipe.batch), *(str(factor) for factor in (recipe.accumulate, world) if factor > 1)])
     return (
         f"{recipe.model} ({parameters:.1f} M parameters), {fusion}, {recipe.objective}: "

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from .._utils import parse_image_size
+from ..core.budget import parse_flops
 from ..core.schedule import ReductionSpec, parse_blocks, parse_r
 from ..errors import MctfError
 
@@ -59,6 +60,14 @@ def parse_reductions(text: str) -> list[ReductionSpec]:
     return reductions
 
 
+def parse_budgets(text: str) -> list[float]:
+    """Several shares of the baseline's FLOPs between commas, each once."""
+    budgets = list(dict.fromkeys(parse_flops(part) for part in parse_names(text)))
+    if not budgets:
+        raise MctfError(f"--flops {text!r} is empty: write 0.56 or 0.56,0.67,0.78")
+    return budgets
+
+
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
     """Options of a method as typed; values that are valid TOML get its type, others stay text."""
     options: dict[str, Any] = {}
@@ -75,6 +84,8 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 REDUCTION = Parsed("r", parse_r)
 REDUCTIONS = Parsed("r,…", parse_reductions)
+BUDGET = Parsed("share", parse_flops)
+BUDGETS = Parsed("share,…", parse_budgets)
 BLOCKS = Parsed("i,j,…", parse_blocks)
 IMAGE_SIZE = Parsed("size", parse_image_size)
 NAMES = Parsed("name,…", parse_names)
@@ -82,17 +93,47 @@ NAMES = Parsed("name,…", parse_names)
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def reduction_option(default: str | None) -> Decorator:
-    """One r; None for the default of the method."""
-    help_text = "Tokens to fuse per block: 16, 0.35 or fast."
-    if default is None:
-        help_text = "Tokens to fuse per block: 16, 0.35 or fast; the method's default otherwise."
-    return click.option("-r", "r", type=REDUCTION, default=default, show_default=default is not None, help=help_text)
+def amount_options(default: str | None) -> Decorator:
+    """How much to fuse: -r, --flops or --schedule, then --method.
+
+    default: the r where none of them is given, see `default_r`; None for the default of the method.
+    """
+    otherwise = "the method's default" if default is None else default
+    options = (
+        click.option(
+            "-r",
+            "r",
+            type=REDUCTION,
+            help=f"Tokens to fuse per block: 16, 0.35 or fast; {otherwise} by default.",
+        ),
+        flops_option,
+        schedule_option,
+        method_option,
+    )
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-method_option: Decorator = click.option(
-    "--method", "-m", default="mctf", show_default=True, help="Token-reduction method."
+def default_r(r: ReductionSpec | None, otherwise: ReductionSpec, *others: object) -> ReductionSpec | None:
+    """r, or the default where neither it nor one of the others (a budget, a schedule) is given."""
+    return otherwise if r is None and all(other is None for other in others) else r
+
+
+flops_option: Decorator = click.option(
+    "--flops", type=BUDGET, help="In place of -r: the share of the unfused model's FLOPs to keep, as 0.56."
 )
+budgets_option: Decorator = click.option(
+    "--flops", "budgets", type=BUDGETS, help="In place of -r: shares of the unfused model's FLOPs to keep: 0.56,0.67."
+)
+schedule_option: Decorator = click.option(
+    "--schedule", type=FILE, help="In place of -r and --method: a schedule that mctf tune wrote."
+)
+method_option: Decorator = click.option("--method", "-m", help="Token-reduction method; mctf by default.")
 options_option: Decorator = click.option(
     "--option", "pairs", multiple=True, metavar="NAME=VALUE", help="An option of the method; repeatable."
 )
@@ -160,14 +201,18 @@ on_corrupt_option: Decorator = click.option(
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The fields of `mctf.evaluation.setup.RunOptions` except the model, then --output and --json."""
-    options = (
+    return data_options(limit_option, output_option, json_option)(command)
+
+
+def data_options(*last: Decorator) -> Decorator:
+    """The fields of `mctf.evaluation.setup.RunOptions` except the model and the limit, then these options."""
+    options: tuple[Decorator, ...] = (
         click.option("--data", required=True, help="Folder or zip files of class/name images, or hf:NAME[:SPLIT]."),
         weights_option,
         classes_option,
         image_size_option,
         crop_option,
         batch_size_option,
-        limit_option,
         click.option("--workers", type=click.IntRange(0), help="Loader processes; none on the CPU by default."),
         on_corrupt_option,
         limits_options,
@@ -175,9 +220,12 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         dtype_option,
         threads_option,
         progress_option,
-        output_option,
-        json_option,
+        *last,
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add

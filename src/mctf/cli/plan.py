@@ -1,19 +1,12 @@
 """`mctf plan`: token counts and GFLOPs, without running the model."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from .options import (
-    blocks_option,
-    image_size_option,
-    json_option,
-    method_option,
-    options_option,
-    parse_options,
-    reduction_option,
-)
+from .options import amount_options, blocks_option, image_size_option, json_option, options_option, parse_options
 from .output import echo
 from .progress import Command
 
@@ -28,13 +21,13 @@ if TYPE_CHECKING:
 Examples:
   mctf plan deit_small_patch16_224
   mctf plan deit_small_patch16_224 -r fast
+  mctf plan deit_small_patch16_224 --method ward --flops 0.56
   mctf plan vit_base_patch16_siglip_384 -r 0.1 --method tome --json
   mctf plan hf:facebook/dinov2-base -r 16
 """,
 )
 @click.argument("model")
-@reduction_option(None)
-@method_option
+@amount_options(None)
 @options_option
 @blocks_option
 @image_size_option
@@ -42,7 +35,9 @@ Examples:
 def command(
     model: str,
     r: "ReductionSpec | None",
-    method: str,
+    flops: float | None,
+    schedule: Path | None,
+    method: str | None,
     pairs: tuple[str, ...],
     blocks: tuple[int, ...] | None,
     image_size: tuple[int, int] | None,
@@ -54,7 +49,16 @@ def command(
     """
     from ..planning import plan
 
-    result = plan(model, r=r, method=method, blocks=blocks, image_size=image_size, **parse_options(pairs))
+    result = plan(
+        model,
+        r=r,
+        flops=flops,
+        schedule=schedule,
+        method=method,
+        blocks=blocks,
+        image_size=image_size,
+        **parse_options(pairs),
+    )
     if as_json:
         click.echo(json.dumps(result.as_dict(), indent=2))
     else:

@@ -13,6 +13,7 @@ from ..errors import one_line
 from ..evaluation.benchmark import Measurement
 from ..evaluation.compare import Comparison
 from ..evaluation.evaluate import Row
+from ..evaluation.tune import Tuning
 from .output import echo, width
 
 _HEADINGS = ("method", "r", "top-1 %", "top-5 %", "agree %", "KL", "cosine", "GFLOPs", "images/s")
@@ -45,6 +46,26 @@ def print_comparison(comparison: Comparison, *, title: str, notes: Sequence[str]
         rows.append([*_cells(result.row), target, remark])
     footnotes = _footnotes([result.row for result in comparison.results])
     _print((*_HEADINGS, "target", "remark"), rows, title, [*footnotes, *notes])
+
+
+def print_tuning(tuning: Tuning, *, title: str) -> None:
+    """The budgets of a search, the wanted one marked; the tokens that each block of it fuses."""
+    rows = [
+        [
+            (">" if point.budget == tuning.best.budget else "") + f"{100 * point.flops:.1f}",
+            f"{point.gflops:.3f}",
+            f"{point.kl:.3g}",
+            f"{100 * point.default_flops:.1f}",
+            f"{point.default_kl:.3g}",
+        ]
+        for point in tuning.points
+    ]
+    best = tuning.best
+    notes = [f">: the schedule that is written, r = {', '.join(map(str, best.tuned))}"]
+    notes.append("the others are not searched as far; default: the method's own schedule at that cost")
+    if tuning.speedup is not None:
+        notes.append(f"measured speed-up: {tuning.speedup:.2f}")
+    _print(("FLOPs %", "GFLOPs", "KL", "default FLOPs %", "default KL"), rows, title, notes)
 
 
 def print_benchmark(results: Sequence[Measurement], *, title: str, notes: Sequence[str]) -> None:

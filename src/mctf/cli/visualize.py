@@ -10,14 +10,14 @@ from ..errors import MctfError
 from .options import (
     BLOCKS,
     FILE,
+    amount_options,
     blocks_option,
+    default_r,
     image_size_option,
     json_option,
     limits_options,
-    method_option,
     options_option,
     parse_options,
-    reduction_option,
     weights_option,
 )
 from .output import check_outputs
@@ -43,8 +43,7 @@ Examples:
 @click.option("--model", required=True, help="A timm name, as in deit_small_patch16_224, or hf:NAME.")
 @weights_option
 @click.option("--random-weights", is_flag=True, help="Run without trained weights.")
-@reduction_option("16")
-@method_option
+@amount_options("16")
 @options_option
 @blocks_option
 @click.option("--show-blocks", type=BLOCKS, help="Blocks to show; by default at each quarter of the depth.")
@@ -65,8 +64,10 @@ def command(
     model: str,
     weights: Path | None,
     random_weights: bool,
-    r: "ReductionSpec",
-    method: str,
+    r: "ReductionSpec | None",
+    flops: float | None,
+    schedule: Path | None,
+    method: str | None,
     pairs: tuple[str, ...],
     blocks: tuple[int, ...] | None,
     show_blocks: tuple[int, ...] | None,
@@ -84,24 +85,25 @@ def command(
     options = parse_options(pairs)
     if output.suffix.lower() != ".png":
         raise MctfError(f"the picture is a PNG: name it {output.stem}.png, not {output.name}")
-    check_outputs(output, inputs=(*images, weights))
+    check_outputs(output, inputs=(*images, weights, schedule))
 
     from ..api import fuse
     from ..data import Preprocessing, ReadLimits
     from ..hosts import find_host
-    from ..methods import make_method
     from ..models.loading import load_described
-    from ..planning import plan
+    from ..planning import FusionRequest, plan
     from ..viz.contact_sheet import choose_blocks, contact_sheet, write_png
     from ..viz.fused_patches import open_image
 
-    make_method(method, options)  # before a download
+    amounts: dict[str, Any] = {"flops": flops, "schedule": schedule, "blocks": blocks}
+    amounts["r"] = default_r(r, 16, flops, schedule)
+    FusionRequest.of(method, **amounts, options=options)  # before a download
     read_limits = ReadLimits.of(**limits)
     opened = [open_image(path, read_limits) for path in images]
     loaded, source = load_described(model, weights=weights, random=random_weights, image_size=image_size)
     chosen = choose_blocks(show_blocks, find_host(loaded).depth)
-    counts = plan(loaded, r=r, method=method, blocks=blocks, **options).token_counts
-    fuse(loaded, method, r=r, blocks=blocks, **options)
+    planned = plan(loaded, method=method, **amounts, **options)
+    fuse(loaded, method, **amounts, **options)
     preprocessing = Preprocessing.of(loaded)
     transform = preprocessing.transform()
     with progress("drawing", len(opened)) as advance:
@@ -114,8 +116,8 @@ def command(
         "images": [str(path) for path in images],
         "model": model,
         "weights": source,
-        "method": method,
-        "r": r,
-        "blocks": [{"block": block, "tokens": counts[block]} for block in chosen],
+        "method": planned.method,
+        "r": planned.r,
+        "blocks": [{"block": block, "tokens": planned.token_counts[block]} for block in chosen],
     }
     click.echo(json.dumps(facts, indent=2) if as_json else output)

@@ -34,7 +34,8 @@ from ..hosts.patch_embed import MatmulPatchEmbed
 from ..kernels import disable_kernels
 from ..methods import make_method
 from ..models.loading import copy_sharing_weights
-from ..planning import plan
+from ..planning import FusionRequest, plan
+from ..schedule_file import Schedule
 from .timing import Timing, synchronize, time_interleaved, why_inconclusive
 
 BASELINE, BASELINE_MATMUL = "baseline", "baseline_matmul"
@@ -53,19 +54,40 @@ _LAUNCH_BOUND = 0.9  # share of a pass spent launching above which the device wa
 
 @dataclass(frozen=True)
 class BenchmarkConfig:
-    """What is timed: methods with one r, at one batch and image size."""
+    """What is timed: methods with one r, at one batch and image size.
+
+    flops, schedule: in place of r, a share of the baseline's FLOPs, or a schedule with its method.
+    """
 
     methods: tuple[str, ...]
-    r: ReductionSpec
+    r: ReductionSpec | None
     batch: int
     image_size: tuple[int, int]
     compiled: str | None = None  # None for eager, else the mode of torch.compile
     rounds: int = 7
     training: torch.dtype | None = None  # forward and backward under autocast to this dtype; None for forward alone
+    flops: float | None = None
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         if self.compiled is not None and self.compiled not in (modes := torch._inductor.list_mode_options()):
             raise MctfError(f"{self.compiled!r} is no mode of torch.compile: {did_you_mean(self.compiled, modes)}")
+
+    @property
+    def amount(self) -> str:
+        """How much is fused, for a title."""
+        if self.schedule is not None:
+            return f"a schedule of {self.schedule.method}"
+        return f"r={self.r}" if self.flops is None else f"flops={self.flops:g}"
+
+    def reduction(self, model: nn.Module, method: str) -> dict[str, Any]:
+        """r and the options of a method, as `fuse` and `plan` take them."""
+        if self.schedule is not None:  # the upper bound drops as many tokens
+            options = self.schedule.options if method == self.schedule.method else {}
+            return {"r": self.schedule.r, **options}
+        request = FusionRequest.of(method, r=self.r, flops=self.flops, blocks=None, schedule=None, options={})
+        host = find_host(model)
+        return {"r": request.resolve(host, host.architecture(self.image_size)).r}
 
     @property
     def uses_cuda_graphs(self) -> bool:
@@ -119,10 +141,11 @@ def verdicts(results: Sequence[Measurement]) -> list[str]:
     fused = [each for each in results if each.is_fused]
     lines = []
     for each in fused:
+        what = each.label if isinstance(each.r, (tuple, list)) else f"{each.label} r={each.r}"
         if each.speedup < 1:
-            lines.append(f"{each.label} r={each.r} does not pay here: {each.speedup:.2f}x the baseline's speed")
+            lines.append(f"{what} does not pay here: {each.speedup:.2f}x the baseline's speed")
             continue
-        parts = [f"{each.label} r={each.r}: {each.speedup:.2f}x"]
+        parts = [f"{what}: {each.speedup:.2f}x"]
         if each.speedup_over_matmul is not None:
             parts.append(f"{each.speedup_over_matmul:.2f}x over the baseline with a matmul patch embedding")
         if upper_bound is not None:
@@ -209,13 +232,14 @@ def _benchmark(model: nn.Module, config: BenchmarkConfig, tick: Callable[[], obj
     results = []
     for name, measured in timings.items():
         method = {BASELINE: "mctf", BASELINE_MATMUL: "mctf", FREE_DROP_CONV: FREE_DROP}.get(name, name)
-        r: ReductionSpec = 0 if name in (BASELINE, BASELINE_MATMUL) else config.r
+        fused = name not in (BASELINE, BASELINE_MATMUL)
+        amount = config.reduction(model, method) if fused else {"r": 0}
         seconds = measured.median / repeats
         results.append(
             Measurement(
                 name=name,
                 label=LABELS.get(name, name),
-                r=r,
+                r=amount["r"],
                 batch=config.batch,
                 milliseconds=seconds * 1e3,
                 spread=measured.spread,
@@ -224,7 +248,7 @@ def _benchmark(model: nn.Module, config: BenchmarkConfig, tick: Callable[[], obj
                 speedup_over_matmul=(
                     measured.speedup_over(timings[BASELINE_MATMUL]) if BASELINE_MATMUL in timings else None
                 ),
-                gflops=plan(model, method=method, r=r, architecture=architecture).gflops,
+                gflops=plan(model, method=method, architecture=architecture, **amount).gflops,
                 peak_mib=None if config.uses_cuda_graphs else peaks[name],  # a graph's own memory is not counted
                 launch_milliseconds=launches[name],
                 difference=differences.get(name),
@@ -240,7 +264,8 @@ def make_contenders(model: nn.Module, config: BenchmarkConfig, *, matmul: bool) 
     contenders only then, and only where the patch embedding is a bare convolution.
     """
     convolutions = copy_sharing_weights(model)
-    free_drop, free_drop_conv = (fuse(copy_sharing_weights(model), FREE_DROP, r=config.r) for _ in range(2))
+    dropped = config.reduction(model, FREE_DROP)
+    free_drop, free_drop_conv = (fuse(copy_sharing_weights(model), FREE_DROP, **dropped) for _ in range(2))
     paths = [path for path, part in free_drop.named_modules() if isinstance(part, MatmulPatchEmbed)]
     contenders = {BASELINE: copy_sharing_weights(model)}
     if matmul and paths:
@@ -250,7 +275,7 @@ def make_contenders(model: nn.Module, config: BenchmarkConfig, *, matmul: bool) 
             contenders[BASELINE_MATMUL].set_submodule(path, MatmulPatchEmbed.of(convolution, _always))
             free_drop_conv.set_submodule(path, convolution)
     for method in config.methods:
-        contenders[method] = fuse(copy_sharing_weights(model), method, r=config.r)
+        contenders[method] = fuse(copy_sharing_weights(model), method, **config.reduction(model, method))
     contenders[FREE_DROP] = free_drop
     if BASELINE_MATMUL in contenders:
         contenders[FREE_DROP_CONV] = free_drop_conv

@@ -10,6 +10,7 @@ Axes: B images, 3 H W.
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from ..methods import make_method
 from ..methods._layers import UntrainedWarning, stashed_layers
 from ..methods.base import Method
 from ..models.loading import copy_sharing_weights
+from ..planning import FusionRequest, plan
+from ..schedule_file import Schedule
 from .evaluate import Row, Setting, evaluate
 from .fidelity import Scores
 from .match_flops import ReductionSweep, sweep_reductions
@@ -138,6 +141,16 @@ def _candidate(
         fused(images[:1])
     untrained = bool(fused_stack(fused).layers) and not stashed_layers(model)
     return Candidate(Setting(method, r), target, kind_of(made), untrained)
+
+
+def schedule_candidate(model: nn.Module, schedule: Schedule, *, name: str, images: Tensor) -> Candidate:
+    """A tuned schedule as a candidate at its own cost; raises MctfError where it is of another model."""
+    options = dict(schedule.options)
+    request = FusionRequest.of(None, r=None, flops=None, blocks=None, schedule=schedule, options={})
+    setting = Setting.of(request, model, options=options, label=f"{schedule.method} ({Path(name).stem})")
+    size = (images.shape[2], images.shape[3])
+    gflops = plan(model, schedule=schedule, image_size=size).gflops
+    return Candidate(setting, gflops, kind_of(request.method), untrained=False)
 
 
 def kind_of(method: Method) -> str:

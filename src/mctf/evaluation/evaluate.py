@@ -7,7 +7,7 @@ Axes: B images, 3 H W.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from ..hosts.base import Host
 from ..methods import make_method
 from ..methods._layers import UntrainedWarning, stashed_layers
 from ..models.loading import copy_sharing_weights
-from ..planning import Plan, plan
+from ..planning import FusionRequest, Plan, plan
 from .adaptive_flops import MeasuredCost, count_tokens, measured_cost
 from .fidelity import Output, Scores, average, concatenate, run_model, score
 from .significance import standard_error
@@ -40,13 +40,22 @@ BASELINE = "baseline"  # the method of the row that is added where no setting ha
 class Setting:
     """One way to fuse the model, as `mctf.fuse` takes it. r = 0 is the baseline.
 
-    options: of the method, as pairs of name and value.
+    options: of the method, as pairs of name and value. label: in place of the method's name in tables.
     """
 
     method: str = "mctf"
     r: ReductionSpec = 16
     blocks: tuple[int, ...] | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    label: str | None = None
+
+    @classmethod
+    def of(cls, request: FusionRequest, model: nn.Module, *, options: Mapping[str, Any], label: str = "") -> "Setting":
+        """What a request for a budget or a schedule comes to on a model, at the model's own image size."""
+        setting = request.resolve(find_host(model))
+        per_block = isinstance(setting.r, (tuple, list))
+        blocks = None if per_block else setting.blocks
+        return cls(setting.method.name, setting.r, blocks, tuple(options.items()), label or None)
 
     @property
     def is_baseline(self) -> bool:
@@ -221,7 +230,7 @@ class _Measured:
         scores = concatenate(self.scores)
         return Row(
             r=setting.r,
-            method=setting.method,
+            method=setting.label or setting.method,
             **asdict(average(scores)),
             kl_error=None if scores.kl is None else standard_error(scores.kl),
             gflops=cost.gflops,

@@ -15,6 +15,7 @@ from ..api import fuse, fused_stack
 from ..data import Feed, FeedOptions, Preprocessing, Progress, make_feed, open_dataset
 from ..distributed import DistributedContext, on_main
 from ..errors import MctfError
+from ..hosts import find_host
 from ..methods._layers import UntrainedWarning
 from ..models.loading import create, load_model
 from .checkpoint import Checkpoints
@@ -144,6 +145,8 @@ def build_trainer(recipe: Recipe, distributed: DistributedContext, *, on_decodin
         model = create(recipe.model, image_size=recipe.image_size, **options)
     else:
         model = load_model(recipe.model, weights=recipe.weights, image_size=recipe.image_size, **options)
+    if recipe.flops is not None or recipe.schedule is not None:  # refused before images are decoded
+        recipe.request().resolve(find_host(model))
     preprocessing = Preprocessing.of(model)
     feed = make_feed(
         recipe.data,
@@ -215,7 +218,15 @@ def build_around(
             original.model.compile()
     if method is not None:
         with warnings.catch_warnings(action="ignore", category=UntrainedWarning):
-            fuse(model, recipe.method, r=recipe.r, blocks=recipe.blocks, **recipe.method_options)
+            fuse(
+                model,
+                recipe.method,
+                r=recipe.r,
+                flops=recipe.flops,
+                blocks=recipe.blocks,
+                schedule=recipe.schedule,
+                **recipe.method_options,
+            )
     # after fusing, so that the layers of a learned method are averaged and trained as well
     ema = None if recipe.ema is None else ModelEmaV3(model, decay=recipe.ema, use_warmup=True)
     optimizer = make_optimizer(model, recipe)

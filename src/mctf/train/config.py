@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._utils import first_line, optional_import, parse_image_size, plural
+from ..core.budget import parse_flops
 from ..core.schedule import FAST_RATIO, ReductionSpec, parse_blocks, parse_r
 from ..errors import MctfError, did_you_mean
 
 if TYPE_CHECKING:
     from ..data import ReadLimits
     from ..methods.base import Method
+    from ..planning import FusionRequest
+    from ..schedule_file import Schedule
 
 UNFUSED = "none"  # as `method`: train the model without token fusion
 OLD_NAMES = {"colour_jitter": "color_jitter"}  # still accepted in recipe files and on the command line
@@ -149,6 +152,7 @@ existing = Parser("PATH", _parse_existing)
 flag = Parser("FLAG", _parse_flag)
 reduction = Parser("R", parse_r, complete=True)
 reductions = Parser("R,R,…", _parse_r_list)
+budget = Parser("SHARE", parse_flops, complete=True)
 block_list = Parser("I,J,…", parse_blocks, complete=True)
 size = Parser("SIZE", parse_image_size, complete=True)
 table = Parser("TABLE", _parse_table)
@@ -200,10 +204,16 @@ class Recipe:
     max_bytes: int | None = option(None, optional(integer(1)), "Bytes of one image file at most; 256 MiB by default.")
     max_aspect: float | None = option(None, optional(real(1)), "Longer over shorter side at most; 100 by default.")
 
-    method: str = option("mctf", text, "Token-reduction method, or none for the unfused model.")
+    method: str = option(
+        None, optional(text), "Token-reduction method, or none for the unfused model; mctf by default."
+    )
     r: ReductionSpec = option(
         None, optional(reduction), "Tokens to fuse per block: 16, 0.35 or fast; the method's published r by default."
     )
+    flops: float | None = option(
+        None, optional(budget), "In place of r: the share of the unfused model's FLOPs to keep, as 0.56."
+    )
+    schedule: Path | None = option(None, optional(existing), "In place of r: a schedule that mctf tune wrote.")
     blocks: tuple[int, ...] | None = option(
         None, optional(block_list), "Blocks that fuse; the method's choice by default."
     )
@@ -269,21 +279,51 @@ class Recipe:
         problems: list[str] = []
         method: Method | None = None
         try:
+            self._read_schedule()
             method = self.make_method()
         except MctfError as error:
             problems.append(str(error))
         own_r: ReductionSpec = 16 if method is None else method.default_r
-        r = own_r if self.r is None else self.r
+        by_r = self.flops is None and self.schedule is None
+        r = own_r if self.r is None and by_r else self.r
         has_loss = hasattr(method, "extra_loss")
         by_count = isinstance(own_r, int) and not (method is not None and method.adaptive)
         for name, value in (
             ("r", r),
             ("objective", "cross-entropy" if has_loss else "consistency"),
-            ("evaluate_r", (0, 4, 8, 12, 16, 20) if by_count else tuple(dict.fromkeys((0, r)))),
+            ("evaluate_r", None if not by_r else (0, 4, 8, 12, 16, 20) if by_count else tuple(dict.fromkeys((0, r)))),
         ):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         _refuse([*problems, *self._contradictions(method)])
+
+    def _read_schedule(self) -> None:
+        """Take method and options from the schedule; without one the method is mctf by default."""
+        schedule = self.read_schedule()
+        if schedule is not None:
+            schedule.check_method(self.method, self.method_options)
+            object.__setattr__(self, "method_options", dict(schedule.options))
+        if self.method is None:
+            object.__setattr__(self, "method", "mctf" if schedule is None else schedule.method)
+
+    def read_schedule(self) -> "Schedule | None":
+        """The content of the schedule's file; None without one."""
+        from ..schedule_file import read_schedule
+
+        return None if self.schedule is None else read_schedule(self.schedule)
+
+    def request(self) -> "FusionRequest":
+        """How the model is to be fused; raises MctfError where values contradict each other."""
+        from ..planning import FusionRequest
+
+        return FusionRequest.of(
+            self.method,
+            r=self.r,
+            flops=self.flops,
+            blocks=self.blocks,
+            schedule=self.schedule,
+            options=self.method_options,
+        )
 
     def _parse_fields(self) -> Iterator[str]:
         """Replace every value by the parsed one; yields what is wrong."""
@@ -315,11 +355,25 @@ class Recipe:
             yield f"lr = {self.lr:g} is too far below layers_lr = {self.layers_lr:g}: raise it"
         if self.min_lr > self.lr:
             yield f"min_lr = {self.min_lr:g} is above lr = {self.lr:g}: lower it"
-        amounts = self.r if isinstance(self.r, tuple) else (FAST_RATIO if self.r == "fast" else self.r,)
+        try:
+            schedule = self.read_schedule()
+            if self.fuses:
+                self.request()
+            elif self.flops is not None or schedule is not None:
+                yield "flops and schedule belong to a method that fuses: name one, as mctf"
+        except MctfError as error:
+            schedule = None
+            if method is not None:
+                yield str(error)
+        r = self.r if schedule is None else schedule.r
+        if r is None:  # a budget: by what follows, one that fuses something
+            r = 0 if self.flops == 1 else FAST_RATIO
+        amounts = r if isinstance(r, tuple) else (FAST_RATIO if r == "fast" else r,)
         if self.objective == "consistency" and (not self.fuses or not any(amounts)):
             yield "consistency compares two amounts of fusion: give r above 0, or objective = cross-entropy"
         if self.lighter_r is not None and not all(isinstance(amount, int) for amount in amounts):
-            yield f"lighter_r is a number of tokens, but r = {self.r} is not: omit it"
+            given = f"flops = {self.flops}" if self.r is None else f"r = {self.r}"
+            yield f"lighter_r is a number of tokens, but {given} is not: omit it"
         elif self.lighter_r is not None and self.lighter_r > max(amounts):
             yield f"lighter_r = {self.lighter_r} is above r = {self.r}: choose from 0 to r"
         if self.objective == "consistency" and method is not None and method.masks_in_training:
@@ -355,7 +409,11 @@ class Recipe:
     def fingerprint(self) -> dict[str, Any]:
         """All values that the trained weights depend on, as JSON: runs with equal fingerprints are the same run."""
         chosen = [each.name for each in fields(self) if each.metadata["affects_weights"]]
-        return json.loads(json.dumps({name: _plain(getattr(self, name)) for name in chosen}))
+        values = {name: _plain(getattr(self, name)) for name in chosen}
+        schedule = self.read_schedule()
+        if schedule is not None:  # the content counts, not the name of its file
+            values |= {"schedule": None, "r": list(schedule.r)}
+        return json.loads(json.dumps(values))
 
     def as_toml(self) -> str:
         """The recipe as a file that `read_toml` reads; options without a value are omitted."""

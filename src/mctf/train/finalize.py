@@ -80,7 +80,9 @@ def evaluate_final(
     )
     method = recipe.method if recipe.fuses else "mctf"
     options = tuple(recipe.method_options.items())
-    settings = [Setting(method, r, recipe.blocks, options) for r in recipe.evaluate_r]
+    settings = [Setting(method, r, recipe.blocks, options) for r in recipe.evaluate_r or (0,)]
+    if recipe.evaluate_r is None:  # a budget or a schedule: what it comes to, beside the unfused model
+        settings.append(Setting.of(recipe.request(), model, options=recipe.method_options))
     evaluation = evaluate(model, on_batches(batches, len(batches)), settings)
     skipped = sum(all_gather_object(batches.skipped))
     if skipped:

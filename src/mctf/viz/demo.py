@@ -26,7 +26,7 @@ from ..evaluation.fidelity import Fidelity, Output, average, run_model, score
 from ..evaluation.timing import time_interleaved
 from ..models.class_names import class_labels
 from ..models.loading import copy_sharing_weights
-from ..planning import Plan, plan
+from ..planning import Plan, ScheduleSource, plan
 from .contact_sheet import choose_blocks, contact_sheet
 from .fused_patches import open_image
 
@@ -89,16 +89,24 @@ class Demonstration:
 
     @classmethod
     def of(
-        cls, model: nn.Module, files: Sequence[Path], *, method: str, r: ReductionSpec, device: torch.device
+        cls,
+        model: nn.Module,
+        files: Sequence[Path],
+        *,
+        method: str | None,
+        r: ReductionSpec | None,
+        device: torch.device,
+        flops: float | None = None,
+        schedule: ScheduleSource | None = None,
     ) -> "Demonstration":
-        planned = plan(model, method=method, r=r)
+        planned = plan(model, method=method, r=r, flops=flops, schedule=schedule)
         model = model.to(device)
         preprocessing = Preprocessing.of(model)
         transform = preprocessing.transform()
         return cls(
             baseline=model,
-            fused=fuse(copy_sharing_weights(model), method, r=r),
-            free_drop=fuse(copy_sharing_weights(model), "free_drop", r=r),
+            fused=fuse(copy_sharing_weights(model), method, r=r, flops=flops, schedule=schedule),
+            free_drop=fuse(copy_sharing_weights(model), "free_drop", r=planned.r),
             plan=planned,
             preprocessing=preprocessing,
             names=tuple(path.stem for path in files),

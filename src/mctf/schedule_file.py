@@ -1,0 +1,148 @@
+"""Schedule files: how many tokens each block of a model fuses, as `mctf tune` found it, in a small JSON file.
+
+    {"format": "mctf schedule", "version": 1, "model": …, "method": …, "options": {}, "depth": 12, "tokens": 197,
+     "protected": 1, "r": [one amount per block], "flops": share of the baseline's, "kl": measured, "images": …,
+     "seed": …, "mctf": version, "command": …}
+
+method, depth, tokens, protected and r are what fusing needs; the others tell where the schedule comes from.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ._utils import atomic_write, first_line
+from .core.schedule import Amount, plain_r
+from .errors import MctfError, shown
+from .hosts import Architecture
+
+FORMAT, VERSION = "mctf schedule", 1
+_MAX_BYTES = 1_000_000
+_CURE = "give a file that mctf tune wrote"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One amount per block (r) for models of this depth and number of tokens, protected ones included.
+
+    flops: share of the baseline's FLOPs. kl: to the unfused model, mean over `images` images.
+    """
+
+    method: str
+    depth: int
+    tokens: int
+    protected: int
+    r: tuple[Amount, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    flops: float | None = None
+    kl: float | None = None
+    images: int | None = None
+    seed: int | None = None
+    mctf: str | None = None
+    command: str | None = None
+
+    def check_method(self, method: str | None, options: Mapping[str, object]) -> None:
+        """Raise MctfError for another method or other options than the schedule's."""
+        if method is not None and method != self.method:
+            raise MctfError(
+                f"the schedule is for method {self.method!r}, not {shown(method)}: leave out the method, "
+                f"or tune one for it"
+            )
+        if options and dict(options) != dict(self.options):
+            given = ", ".join(map(str, options))
+            raise MctfError(f"a schedule includes the options of its method: leave out {shown(given)}")
+
+    def check_model(self, architecture: Architecture) -> None:
+        """Raise MctfError for a model of another depth or number of tokens."""
+        pairs = (
+            ("blocks", self.depth, len(architecture.blocks)),
+            ("tokens", self.tokens, architecture.tokens),
+            ("protected tokens", self.protected, architecture.protected),
+        )
+        for what, ours, theirs in pairs:
+            if ours != theirs:
+                made_for = f" (made for {shown(self.model)})" if self.model else ""
+                raise MctfError(
+                    f"the schedule is for {ours} {what}{made_for}, but {architecture.name} has {theirs}: "
+                    "tune one for this model and image size"
+                )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of the file."""
+        facts = asdict(self) | {"r": list(self.r)}
+        first = ("model", "method", "options", "depth", "tokens", "protected", "r")
+        return {"format": FORMAT, "version": VERSION, **{name: facts[name] for name in first}, **facts}
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        atomic_write(path, (json.dumps(self.as_dict(), indent=2) + "\n").encode())
+
+
+def read_schedule(source: object) -> Schedule:
+    """A schedule from a file, or from the content of one as a dict; raises MctfError where it is none."""
+    if isinstance(source, Schedule):
+        return source
+    if isinstance(source, Mapping):
+        return _checked(source, "the schedule")
+    if not isinstance(source, (str, os.PathLike)) or not isinstance(os.fspath(source), str):
+        raise MctfError(f"schedule={shown(source)} is neither a file nor a dict: {_CURE}")
+    path = Path(source)
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device may never end
+            raise MctfError(f"schedule {path} is not a regular file: {_CURE}")
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as failure:
+        raise MctfError(f"schedule {path} cannot be read ({failure.strerror}): {_CURE}") from None
+    except ValueError as failure:
+        if isinstance(failure, MctfError):
+            raise
+        raise MctfError(f"schedule {shown(str(path))} is no file ({first_line(failure)}): {_CURE}") from None
+    if len(content) > _MAX_BYTES:
+        raise MctfError(f"schedule {path} has more than {_MAX_BYTES:,} bytes: {_CURE}")
+    try:
+        facts = json.loads(content)
+    except (ValueError, RecursionError) as failure:  # of JSON or UTF-8, a number of too many digits, deep nesting
+        raise MctfError(f"schedule {path} is not JSON ({first_line(failure):.80}): {_CURE}") from None
+    if not isinstance(facts, dict):
+        raise MctfError(f"schedule {path} holds {shown(facts, 40)}: {_CURE}")
+    return _checked(facts, f"schedule {path}")
+
+
+def _checked(facts: Mapping[Any, Any], name: str) -> Schedule:
+    """The schedule of these facts; unknown ones are ignored."""
+    if facts.get("format") != FORMAT:
+        raise MctfError(f"{name} is no schedule, its format is {shown(facts.get('format'))}: {_CURE}")
+    if type(facts.get("version")) is not int or facts["version"] != VERSION:
+        raise MctfError(
+            f"{name} has version {shown(facts.get('version'))}, and this mctf reads version {VERSION}: "
+            "tune it again, or update mctf"
+        )
+    kinds: dict[str, tuple[type, ...]] = {
+        "method": (str,),
+        "depth": (int,),
+        "tokens": (int,),
+        "protected": (int,),
+        "r": (list, tuple),
+        "options": (dict,),
+    }
+    for key, kind in kinds.items():
+        value = facts.get(key, {} if key == "options" else None)
+        whole = type(value) is int and value >= 0
+        if not isinstance(value, kind) or (int in kind and not whole):
+            raise MctfError(f"{name} is damaged, its {key} is {shown(value)}: {_CURE}")
+    if not all(isinstance(option, str) for option in facts.get("options", {})):
+        raise MctfError(f"{name} is damaged, its options are {shown(facts['options'])}: {_CURE}")
+    try:
+        r = plain_r(tuple(facts["r"]))
+    except MctfError as refusal:
+        raise MctfError(f"{name} is damaged: {refusal}") from None
+    if not isinstance(r, tuple) or len(r) != facts["depth"]:
+        raise MctfError(f"{name} is damaged, its r has {len(facts['r'])} entries for depth {facts['depth']}: {_CURE}")
+    known = {each.name for each in fields(Schedule)} - {"r"}
+    return Schedule(r=r, **{key: value for key, value in facts.items() if key in known})
