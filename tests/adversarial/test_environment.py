@@ -1,7 +1,9 @@
 """Odd surroundings of the command: closed streams, full devices, readers that leave, signals, a working directory that
 is gone, variables with nonsense."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,6 +64,26 @@ def test_results_are_written_without_streams(files: dict[str, str], tmp_path: Pa
     line = f"{MCTF} {EVAL.format(images=files['images'])} --output {tmp_path}/out.json {streams}"
     assert shell(line).returncode == 0
     assert (tmp_path / "out.json").read_text().startswith("{")
+
+
+def test_results_are_printed_where_their_file_cannot_be_written(command: Callable[[str], Outcome]) -> None:
+    outcome = command(EVAL + " --output {full}")
+    assert outcome.code == 2
+    assert json.loads(outcome.out)["rows"]
+    assert re.fullmatch(r"mctf: .* cannot be written \(No space left on device\): .*\n", outcome.err)
+
+
+def test_a_comparison_is_printed_where_its_plot_cannot_be_written(
+    command: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise MctfError("plot.svg cannot be written (No space left on device): choose another file")
+
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("mctf.viz.plots.write_plot", full)
+    outcome = command("compare embedded --data {images} --methods tome --gflops 0.5 --limit 2 --plot plot.svg")
+    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
+    assert "tome" in outcome.out
 
 
 def test_a_run_goes_on_without_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,10 +73,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def give_json(facts: dict[str, Any], *, file: Path | None, as_json: bool) -> None:
-    """Write the JSON object into the file, if there is one, and print it with --json."""
+    """Write the JSON object into the file, if there is one, and print it with --json.
+
+    It is also printed where the file cannot be written, as on a disk that filled up meanwhile: no result is lost.
+    """
     text = json.dumps(facts, indent=2)
-    if file is not None:
-        write_text(file, text + "\n")
+    try:
+        if file is not None:
+            write_text(file, text + "\n")
+    except MctfError:
+        click.echo(text)
+        raise
     if as_json:
         click.echo(text)
 
