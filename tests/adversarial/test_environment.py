@@ -109,7 +109,9 @@ def test_signals_are_one_line(
     command: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch, name: str, disguised: bool
 ) -> None:
     number = getattr(signal, name)
-    before = signal.getsignal(number)
+    found = signal.getsignal(number)  # SIGINT is ignored in a shell's background
+    before = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+    signal.signal(number, before)
 
     def stopped(_: object) -> None:
         try:
@@ -124,6 +126,7 @@ def test_signals_are_one_line(
     said = "interrupted" if name == "SIGINT" else f"stopped by {name}"
     assert outcome == Outcome(128 + number, "", f"mctf: {said}\n")
     assert signal.getsignal(number) is before
+    signal.signal(number, found)
 
 
 def test_signals_that_are_ignored_stay_ignored(
