@@ -42,12 +42,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> C
     return Command(monkeypatch, capfd, "finetune")
 
 
-def resume_arguments(printed: str) -> list[str]:
-    """The arguments of `mctf` in the command that an interrupted run prints."""
-    words = shlex.split(printed.partition("to continue: ")[2])
-    return words[words.index("mctf") + 1 :]
-
-
 @pytest.mark.slow
 def test_the_printed_command_works_in_a_shell(place: Path, tmp_path: Path) -> None:
     output = tmp_path / 'it\'s \U0001f98a "$HOME" `x` \\ * ; \x7f\n& '
