@@ -271,7 +271,6 @@ EVALUATE = [
     (EVAL + " --output /proc/out.json", "/proc"),
     (EVAL + " --output {loop}", "loop"),
     (EVAL + " --output {fifo}", "fifo"),
-    (EVAL + " --output {full}", "space"),
     (EVAL + " --output {weights.pt} --weights {weights.pt}", "is an input"),
     ("eval embedded --data {images.zip} -r 0 --output {images.zip}", "is an input"),
     (EVAL + " --classes {classes.tsv} --output {classes.tsv}", "is an input"),

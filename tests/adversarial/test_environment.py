@@ -1,7 +1,9 @@
 """Odd surroundings of the command: closed streams, full devices, readers that leave, signals, a working directory that
 is gone, variables with nonsense."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,6 +66,26 @@ def test_results_are_written_without_streams(files: dict[str, str], tmp_path: Pa
     assert (tmp_path / "out.json").read_text().startswith("{")
 
 
+def test_results_are_printed_where_their_file_cannot_be_written(command: Callable[[str], Outcome]) -> None:
+    outcome = command(EVAL + " --output {full}")
+    assert outcome.code == 2
+    assert json.loads(outcome.out)["rows"]
+    assert re.fullmatch(r"mctf: .* cannot be written \(No space left on device\): .*\n", outcome.err)
+
+
+def test_a_comparison_is_printed_where_its_plot_cannot_be_written(
+    command: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise MctfError("plot.svg cannot be written (No space left on device): choose another file")
+
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("mctf.viz.plots.write_plot", full)
+    outcome = command("compare embedded --data {images} --methods tome --gflops 0.5 --limit 2 --plot plot.svg")
+    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
+    assert "tome" in outcome.out
+
+
 def test_a_run_goes_on_without_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise BrokenPipeError
@@ -87,7 +109,9 @@ def test_signals_are_one_line(
     command: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch, name: str, disguised: bool
 ) -> None:
     number = getattr(signal, name)
-    before = signal.getsignal(number)
+    found = signal.getsignal(number)  # SIGINT is ignored in a shell's background
+    before = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+    signal.signal(number, before)
 
     def stopped(_: object) -> None:
         try:
@@ -102,6 +126,7 @@ def test_signals_are_one_line(
     said = "interrupted" if name == "SIGINT" else f"stopped by {name}"
     assert outcome == Outcome(128 + number, "", f"mctf: {said}\n")
     assert signal.getsignal(number) is before
+    signal.signal(number, found)
 
 
 def test_signals_that_are_ignored_stay_ignored(

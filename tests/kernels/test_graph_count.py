@@ -105,12 +105,3 @@ def test_an_operator_that_chooses_by_length_is_compiled_for_each(
 ) -> None:
     monkeypatch.setattr(operator, "is_symbolic", never)
     assert graphs_for_five_lengths(operation) == 5
-
-
-@pytest.mark.slow
-def test_operators_that_choose_by_length_make_more_than_a_handful_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for operator in (attention_ops, matching_ops):
-        monkeypatch.setattr(operator, "is_symbolic", never)
-    _, seen = train("mctf", (5, 3, 1))
-    assert seen[0] < seen[1] < seen[2]
-    assert seen[2] > HANDFUL

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 import mctf.cli
 from helpers.command_line import Command
-from helpers.finetuning import arguments, assert_same, steps_logged
-from helpers.torchrun import Running, run_together, run_torchrun, write_stripes
+from helpers.finetuning import arguments, steps_logged
+from helpers.torchrun import Running, run_torchrun, write_stripes
 from helpers.train_feeds import read_log
 from mctf import MctfError
 from mctf._locks import lock_folder
@@ -41,26 +41,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     return Command(monkeypatch, capfd, "finetune")
-
-
-def resume_arguments(printed: str) -> list[str]:
-    """The arguments of `mctf` in the command that an interrupted run prints."""
-    words = shlex.split(printed.partition("to continue: ")[2])
-    return words[words.index("mctf") + 1 :]
-
-
-def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(place: Path, tmp_path: Path, run: Command) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / 'it\'s \U0001f600 "$HOME" ;'
-    assert run(*arguments(place, whole)).code == 0
-    running = Running(["finetune", *arguments(place, stopped)], folder=tmp_path)
-    running.wait_until(lambda: steps_logged(stopped) >= 7)
-    running.send(signal.SIGTERM)
-    assert running.codes() == [128 + signal.SIGTERM]
-    again = resume_arguments(running.output())
-    assert again == ["finetune", "--config", f"{stopped}/recipe.toml", "--resume"]
-    outcome = run(*again[1:])
-    assert outcome.code == 0, outcome.err
-    assert_same(stopped, whole)
 
 
 @pytest.mark.slow
@@ -89,18 +69,6 @@ def test_two_processes_under_torchrun(place: Path, tmp_path: Path) -> None:
     assert evaluation["images"] == 20
     assert [row["r"] for row in evaluation["rows"]] == [0, 2]
     assert [row["step"] for row in read_log(output)] == list(range(1, 13))
-
-
-@pytest.mark.slow
-def test_two_processes_learn(place: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    options = ["--epochs", 12, "--lr", 2e-3, "--augmentation", "none", "--ema", 0.8, "--log-steps", 8]
-    options += ["--validation", place / "val", "--evaluate-r", "0,2"]
-    run_together(["finetune", *arguments(place, output, *options, batch=8)], world=2, folder=tmp_path)
-    evaluation = json.loads((output / "evaluation.json").read_text())
-    assert all(row["top1"] >= 75 for row in evaluation["rows"])  # chance is 25
-    rows = read_log(output)
-    assert rows[-1]["total"] < rows[0]["total"] / 2
 
 
 def test_eval_reads_the_weights_and_a_used_folder_is_refused(

@@ -7,18 +7,16 @@ import errno
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import PurePath
 from typing import Any
 
 import click
+
+from .process import ReaderGone, Stopped, discard, open_closed_streams, readers_may_leave, stopped_by_signals
 
 _COMMANDS = {
     "plan": "Token counts and GFLOPs of a model, without running it.",
@@ -31,37 +29,17 @@ _COMMANDS = {
     "visualize": "Draw which patches were fused.",
     "demo": "Try it on this machine, without downloads.",
 }
-_PATIENCE = 2.0  # seconds: one Ctrl-C may come as several signals, from the terminal and from torchrun
-
-
-class _Stopped(BaseException):
-    """A signal that ends the command. Unlike KeyboardInterrupt, nobody catches it on the way."""
-
-
-class _ReaderGone(Exception):  # noqa: N818
-    """Nobody reads the output any more, as in `mctf eval … | head -1`."""
-
-
-@contextmanager
-def _readers_may_leave() -> Iterator[None]:
-    """Turns a broken pipe into _ReaderGone: click and rich would exit with code 1."""
-    try:
-        yield
-    except (BrokenPipeError, SystemExit) as stop:
-        if isinstance(stop, SystemExit) and not isinstance(stop.__context__, BrokenPipeError):
-            raise
-        raise _ReaderGone from None
 
 
 class _LazyGroup(click.Group):
     """Lists the subcommands without importing them; suggests the closest one for a typo."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _readers_may_leave():
+        with readers_may_leave():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _readers_may_leave():
+        with readers_may_leave():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -100,12 +78,12 @@ def main() -> None:
 
     An error that mctf did not foresee is one line, too, with exit code 1; MCTF_TRACEBACK=1 shows where it was raised.
     """
-    _open_closed_streams()
+    open_closed_streams()
     os.environ["MPLBACKEND"] = "agg"  # a command opens no window, and a backend that is missing stops matplotlib
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
-    with _stopped_by_signals() as received:
+    with stopped_by_signals() as received:
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
@@ -113,11 +91,11 @@ def main() -> None:
                 sys.stdout.flush()
         except click.exceptions.Exit as stop:
             code = stop.exit_code
-        except (_ReaderGone, BrokenPipeError):
-            _discard(sys.stdout)
-            _discard(sys.stderr)
+        except (ReaderGone, BrokenPipeError):
+            discard(sys.stdout)
+            discard(sys.stderr)
             code = 0
-        except (Exception, KeyboardInterrupt, _Stopped) as error:
+        except (Exception, KeyboardInterrupt, Stopped) as error:
             if received or isinstance(error, (click.Abort, KeyboardInterrupt)):  # an import fails in ways of its own
                 number = received[0] if received else signal.SIGINT
                 if number == signal.SIGINT and sys.stderr.isatty():
@@ -128,55 +106,6 @@ def main() -> None:
                 code = _report(error)
     if code:
         sys.exit(code)
-
-
-@contextmanager
-def _stopped_by_signals() -> Iterator[list[int]]:
-    """While open, signals that end a program raise _Stopped, so that files and the terminal are left in order.
-
-    Yields the number of the one that came first; later ones end a program that does not end by itself. A signal that is
-    ignored, as under nohup, stays ignored.
-    """
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    owner, patience = os.getpid(), 0.0
-
-    def stop(number: int, _: object) -> None:
-        nonlocal patience
-        if os.getpid() != owner:  # a process that was forked
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        if not received:
-            received.append(number)
-            patience = time.monotonic() + _PATIENCE
-            raise _Stopped
-        if time.monotonic() > patience:
-            os._exit(128 + number)
-
-    names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    previous = {number: signal.getsignal(number) for number in numbers}
-    previous = {number: handler for number, handler in previous.items() if handler not in (signal.SIG_IGN, None)}
-    for number in previous:
-        signal.signal(number, stop)
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _open_closed_streams() -> None:
-    """Open the null device in place of a standard stream that is closed, as by `>&-`: no file takes its number."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
-                os.close(null)
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def _report(error: BaseException) -> int:
@@ -192,7 +121,7 @@ def _report(error: BaseException) -> int:
     elif is_out_of_memory(error):
         _say("there is too little memory: use smaller batches, smaller images or a smaller model")
     elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        _discard(sys.stdout)
+        discard(sys.stdout)
         where = "" if error.filename is None else f" for {error.filename}"
         _say(f"there is no space left on the device{where}: make room, or write elsewhere")
     else:
@@ -204,12 +133,6 @@ def _report(error: BaseException) -> int:
     return 2
 
 
-def _discard(stream: Any) -> None:
-    """Drop what could not be printed, so that Python does not try again at exit."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def _say(text: str) -> None:
     """One line on stderr, without control characters."""
     from ..errors import one_line
@@ -217,7 +140,7 @@ def _say(text: str) -> None:
     try:
         click.echo(f"mctf: {one_line(' '.join(text.split()))}", err=True)
     except OSError:  # a full disk, or a pipe that nobody reads
-        _discard(sys.stderr)
+        discard(sys.stderr)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any) -> None:

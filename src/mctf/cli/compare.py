@@ -110,17 +110,19 @@ def command(
         "notes": [*run.notes(images=comparison.images), *comparison.notes, _THROUGHPUT],
     }
     give_json(facts, file=output, as_json=as_json)
-    if plot is not None:
-        from ..viz.plots import draw, panels, write_plot
+    try:
+        if plot is not None:
+            from ..viz.plots import draw, panels, write_plot
 
-        title = f"{facts['model']}, {plural(facts['images'], 'image')}"
-        write_plot(draw(panels(comparison), title=title), plot)
-    if not as_json:
-        from .tables import print_comparison, run_title
+            title = f"{facts['model']}, {plural(facts['images'], 'image')}"
+            write_plot(draw(panels(comparison), title=title), plot)
+    finally:  # also where the plot cannot be written
+        if not as_json:
+            from .tables import print_comparison, run_title
 
-        refused = [f"not compared: {refusal.method}: {refusal.reason}" for refusal in refusals]
-        notes = [f"note: {note}" for note in facts["notes"]]
-        print_comparison(comparison, title=run_title(facts), notes=[*facts["verdicts"], *refused, *notes])
+            refused = [f"not compared: {refusal.method}: {refusal.reason}" for refusal in refusals]
+            notes = [f"note: {note}" for note in facts["notes"]]
+            print_comparison(comparison, title=run_title(facts), notes=[*facts["verdicts"], *refused, *notes])
 
 
 def _known_methods(names: list[str]) -> list[str]:

@@ -148,7 +148,7 @@ def _train(trainer: "Trainer", show_bar: bool | None, echo: Callable[[str], None
     except StoppedError as stopped:
         if distributed.is_main:
             resume = resume_command(recipe.output, distributed.world_size)
-            tell(f"mctf: stopped after step {stopped.step}, all saved; to continue: {resume}", err=True)
+            tell(f"mctf: stopped after step {stopped.step}, all saved; to continue: {resume}", err=True, wrap=False)
         return stopped.number
     except torch.OutOfMemoryError:
         raise MctfError(

@@ -51,7 +51,7 @@ def width() -> int:
     return shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
 
 
-def echo(text: object) -> None:
+def echo(text: object, *, err: bool = False) -> None:
     """Print lines, wrapped between words at the width of the terminal; continued lines are indented."""
     for line in str(text).split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 2)
@@ -64,7 +64,7 @@ def echo(text: object) -> None:
             break_long_words=False,
             break_on_hyphens=False,
         )
-        click.echo("\n".join(wrapped))
+        click.echo("\n".join(wrapped), err=err)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -73,18 +73,25 @@ def write_text(path: Path, text: str) -> None:
 
 
 def give_json(facts: dict[str, Any], *, file: Path | None, as_json: bool) -> None:
-    """Write the JSON object into the file, if there is one, and print it with --json."""
+    """Write the JSON object into the file, if there is one, and print it with --json.
+
+    It is also printed where the file cannot be written, as on a disk that filled up meanwhile: no result is lost.
+    """
     text = json.dumps(facts, indent=2)
-    if file is not None:
-        write_text(file, text + "\n")
+    try:
+        if file is not None:
+            write_text(file, text + "\n")
+    except MctfError:
+        click.echo(text)
+        raise
     if as_json:
         click.echo(text)
 
 
-def tell(text: object, *, err: bool = False) -> None:
-    """Print a line of a run that goes on where nobody reads it any more."""
+def tell(text: object, *, err: bool = False, wrap: bool = True) -> None:
+    """Print a line of a run that goes on where nobody reads it any more. wrap: False for a command to be pasted."""
     with suppress(BrokenPipeError):
-        click.echo(text, err=err)
+        (echo if wrap else click.echo)(text, err=err)
 
 
 def say_nothing(_: object) -> None:
