@@ -44,7 +44,7 @@ def fuse(
         `forward_features`; by default a model that reads the class token alone keeps its tokens fused.
     trim_last: let the last block compute queries, projection and MLP only for the tokens that the head reads, where it
         reads the class token alone. Logits are the same, and `forward_features` returns only those tokens. By default
-        the method's choice: ward does, the published methods do not.
+        the method's choice: ward does where it fuses anything, the published methods do not.
     options: the method's own, see `mctf.methods()` and the classes in `mctf.methods`.
 
     Everything is checked before the model is touched. Returns the same model.
@@ -72,7 +72,7 @@ def _fuse(model: nn.Module, request: FusionRequest, *, dense: bool, trim_last: b
         r=setting.r,
         blocks=setting.blocks,
         dense=dense,
-        trim_last=setting.method.trims_last if trim_last is None else trim_last,
+        trim_last=trim_last,
         layers=layers,
     )
     host.install(stack)

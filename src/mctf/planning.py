@@ -188,8 +188,7 @@ class FusionRequest:
             self.schedule.check_model(architecture)
         if self.flops is not None and architecture is not None:
             shapes = replace(architecture, reads_every_token=architecture.reads_every_token or dense)
-            trim = method.trims_last if trim_last is None else trim_last
-            plans = cache(lambda r: _plan(shapes, method, amounts(r), r, trim_last=trim))
+            plans = cache(lambda r: _plan(shapes, method, amounts(r), r, trim_last=trim_last))
             chosen = [block for block, amount in enumerate(amounts(1)) if amount]
             steps = reduction_steps(r, blocks=chosen, depth=depth, tokens=shapes.tokens)
             sweep = ReductionSweep(method.name, steps, lambda r: plans(r).gflops)
@@ -234,19 +233,18 @@ def plan(
     own, _ = split_state_dict(dict(module.named_parameters()))
     parameters = learned + sum(value.numel() for value in own.values())
     architecture = replace(architecture, reads_every_token=architecture.reads_every_token or dense)
-    trim = setting.method.trims_last if trim_last is None else trim_last
-    planned = _plan(architecture, setting.method, setting.amounts, plain_r(setting.r), trim_last=trim)
+    planned = _plan(architecture, setting.method, setting.amounts, plain_r(setting.r), trim_last=trim_last)
     return replace(planned, parameters=parameters, learned_parameters=learned)
 
 
 def _plan(
-    architecture: Architecture, method: Method, schedule: Sequence[Amount], r: ReductionSpec, *, trim_last: bool
+    architecture: Architecture, method: Method, schedule: Sequence[Amount], r: ReductionSpec, *, trim_last: bool | None
 ) -> Plan:
     per_block = reductions(schedule, architecture.tokens, protected=architecture.protected, method=method)
     costs = block_costs(architecture, method, schedule, per_block)
     every = architecture.tokens
     left = every if architecture.reads_every_token else per_block[-1].num_remaining
-    trimmed = trim_last and trims(architecture, method, schedule)
+    trimmed = trims(architecture, method, schedule, trim_last)
     if trimmed:
         left = architecture.protected
         macs = architecture.blocks[-1].first(per_block[-1].tokens, left)
@@ -268,10 +266,10 @@ def _plan(
     )
 
 
-def trims(architecture: Architecture, method: Method, schedule: Sequence[Amount]) -> bool:
-    """Whether the last block can run for protected tokens alone; see `FusedStack`."""
+def trims(architecture: Architecture, method: Method, schedule: Sequence[Amount], trim_last: bool | None) -> bool:
+    """Whether the last block runs for protected tokens alone; see `FusedStack`."""
     read = architecture.reads_protected_only and not architecture.reads_every_token and architecture.protected > 0
-    return read and method.can_trim(reduces=bool(schedule[-1]))
+    return read and method.trims(schedule, trim_last)
 
 
 def block_costs(

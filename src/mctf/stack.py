@@ -118,7 +118,8 @@ class FusedStack(nn.Module):
 
     dense: return one token per input token whatever the host's head reads.
     trim_last: where nothing but protected tokens is read, the last block computes queries, projection and MLP for
-    those alone, and the stack returns them alone. Results are the same; traces and hooks switch it off.
+    those alone, and the stack returns them alone. Results are the same; traces and hooks switch it off. None: where the
+    method wants it and fuses anything, so that r = 0 is the unfused model bit for bit.
     restores: one token per input token is the fused token plus what fusing took from the input token, not a copy.
     layers: the method's learned layers, by block number; they are registered elsewhere in the model.
     """
@@ -132,7 +133,7 @@ class FusedStack(nn.Module):
         r: ReductionSpec,
         blocks: tuple[int, ...] | None,
         dense: bool = False,
-        trim_last: bool = False,
+        trim_last: bool | None = False,
         restores: bool = False,
         layers: nn.ModuleDict | None = None,
     ) -> None:
@@ -222,9 +223,9 @@ class FusedStack(nn.Module):
     def _trims(self, schedule: Sequence[Amount]) -> bool:
         """Whether the last block runs for protected tokens alone: where nobody reads, or fuses, the others."""
         method = self.method
-        if not self.trim_last or not self.host.reads_protected_only or not self.host.protected or self._observers:
+        if not method.trims(schedule, self.trim_last) or (self.training and method.learned) or self._observers:
             return False
-        if (self.training and method.learned) or not method.can_trim(reduces=bool(schedule[-1])):
+        if not self.host.reads_protected_only or not self.host.protected:
             return False
         last = self.block_modules()[-1]
         return not any(module._forward_hooks or module._forward_pre_hooks for module in (self, *last.modules()))
@@ -297,7 +298,7 @@ class FusedStack(nn.Module):
         if start != 0 or stride != 1:
             raise MctfError("a fused stack can only be sliced from its first block on: run mctf.unfuse(model) first")
         container, r = nn.Sequential(*self.block_modules()[:stop]), self.schedule[:stop]
-        trim_last = self.trim_last and stop == len(self)
+        trim_last = self.trim_last if stop == len(self) else False
         first = FusedStack(container, self.host, self.method, r=r, blocks=None, dense=self.dense, trim_last=trim_last)
         first.depth = self.depth
         first._layers = self._layers

@@ -51,7 +51,7 @@ PAIRS_BY_OPS = tuple(  # the pairs of these models, and all others as slow tests
 PRODUCT = tuple(
     pytest.param(name, method, id=f"{name}-{method}", marks=() if (name, method) in PAIRS else pytest.mark.slow)
     for name in NAMES
-    for method in METHODS
+    for method in (METHODS if name in ONE_PER_OPS else ("ward", *REFERENCED))
 )
 
 

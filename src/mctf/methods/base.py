@@ -207,6 +207,11 @@ class Method(ABC):
         """
         return not (reduces or self.adaptive or self.restores_tokens)
 
+    def trims(self, schedule: Sequence[Amount], trim_last: bool | None) -> bool:
+        """Whether the last block is trimmed under a schedule. trim_last: None for the method's choice."""
+        wanted = self.trims_last and any(schedule) if trim_last is None else trim_last
+        return wanted and self.can_trim(reduces=bool(schedule[-1]))
+
     def key_sizes(self, sizes: Tensor | None) -> Tensor | None:
         """The sizes that attention is proportional to; None for methods without an option `proportional`."""
         return sizes if getattr(self, "proportional", False) else None
