@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import mctf
-from helpers.models import NAMES, make, make_images, run
+from helpers.models import NAMES, ONE_PER_OPS, make, make_images, run
 from mctf.core.assignment import Assignment
 
 METHODS = tuple(mctf.methods())
@@ -86,7 +86,7 @@ def test_every_model(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS[1:])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE_PER_OPS)
 def test_every_method_on_every_model(name: str, method: str) -> None:
     check_all_ways(name, method)
 

@@ -13,6 +13,7 @@ from mctf import MctfError, kernels
 from mctf.core import attention
 from mctf.core.assignment import Assignment
 from mctf.kernels import attention as attention_ops
+from mctf.kernels import clustering as clustering_ops
 from mctf.kernels import disable_kernels
 from mctf.kernels import pooling as pooling_ops
 
@@ -209,8 +210,9 @@ def test_operators_pass_opcheck(device):
     operands = (*constants, sizes, assignment.slots, out, lse, torch.randn_like(out), 0.25)
     opcheck(attention_ops.attention_backward, operands, **checks)
     opcheck(pooling_ops.segment_sum, (out, order, start), **checks)
-    pooled = (out.requires_grad_(), None, None, sizes, True, assignment.slots, order, start, True)
+    pooled = (out.requires_grad_(), None, None, sizes, True, False, assignment.slots, order, start, True)
     opcheck(pooling_ops.pool, pooled, **checks)
+    opcheck(clustering_ops.cluster, (out.detach(), sizes, 6, 1, 2), **checks)
 
 
 def model_gradients(model, images):
