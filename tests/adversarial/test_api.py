@@ -647,6 +647,7 @@ class TestTracing:
         assert model(images).isfinite().all()
 
     @torch.no_grad()
+    @pytest.mark.slow
     def test_a_compiled_model(self, images: torch.Tensor) -> None:
         torch.compiler.reset()
         model = mctf.fuse(make("plain", depth=2), r=[0, 4])

@@ -45,7 +45,10 @@ def test_help_fits(command: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> 
         "plan embedded",
         "plan vit_large_patch14_224 --image-size 14000",
         "eval embedded --data {images} -m mctf,ats -r 0,16,fast --limit 4",
-        "compare embedded --data {images} --methods mctf,evit,ats,dynamic_vit --gflops 0.5,0.6 --limit 2",
+        pytest.param(
+            "compare embedded --data {images} --methods mctf,evit,ats,dynamic_vit --gflops 0.5,0.6 --limit 2",
+            marks=pytest.mark.slow,
+        ),
         "compare embedded --data {images} --methods tome --gflops 0.05,0.5 --limit 2",
         "finetune embedded --data {images} --epochs 1 --batch 4 -r 4 --augmentation weak",
     ],

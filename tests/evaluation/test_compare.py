@@ -42,6 +42,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 class TestCandidates:
+    @pytest.mark.slow
     def test_every_method_is_brought_to_the_target_or_keeps_its_cost(
         self, tiny: nn.Module, images: torch.Tensor
     ) -> None:

@@ -58,6 +58,7 @@ def test_the_printed_command_works_in_a_shell(place: Path, tmp_path: Path) -> No
     assert steps_logged(output) == 30
 
 
+@pytest.mark.slow
 def test_two_processes_under_torchrun(place: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     options = ["--epochs", 2, "--augmentation", "none", "--validation", place / "val", "--evaluate-r", "0,2"]
@@ -244,6 +245,7 @@ class TestFullDisk:
         yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("size", "words"),
         [
