@@ -81,36 +81,22 @@ class State:
     sizes: B M, None while all are 1.
     positions: the input tokens that each token covers; None while nothing was fused or nothing reads them.
     method_state: the method's own.
-    residual: B N C, what fusing took from each input token; None while nothing was fused or it is not to be restored.
     """
 
     sizes: Tensor | None = None
     positions: TokenPositions | None = None
     method_state: Any = None
-    residual: Tensor | None = None
 
-    def after(self, output: BlockOutput, *, shares: bool, x: Tensor | None = None) -> "State":
-        """The state after one more block.
-
-        shares: keep the share of each input token in its fused token. x: the tokens that entered the block (B M C),
-        where differences to the fused tokens are to be restored.
-        """
+    def after(self, output: BlockOutput, *, shares: bool) -> "State":
+        """The state after one more block. shares: keep the share of each input token in its fused token."""
         if output.assignment is None:
-            return State(output.sizes, self.positions, output.method_state, self.residual)
-        residual = self.residual
-        if x is not None and output.weights is not None:
-            difference = x - output.assignment.unpool(output.assignment.pool(x, output.weights))
-            difference = difference if self.positions is None else self.positions.source.unpool(difference)
-            residual = difference if residual is None else residual + difference
+            return State(output.sizes, self.positions, output.method_state)
         positions = positions_after(self.positions, output.assignment, output.weights if shares else None)
-        return State(output.sizes, positions, output.method_state, residual)
+        return State(output.sizes, positions, output.method_state)
 
     def unpool(self, x: Tensor) -> Tensor:
         """One token per input token: B M C -> B N C."""
-        if self.positions is None:
-            return x
-        copied = self.positions.source.unpool(x)
-        return copied if self.residual is None else copied + self.residual
+        return x if self.positions is None else self.positions.source.unpool(x)
 
 
 class FusedStack(nn.Module):
@@ -120,7 +106,6 @@ class FusedStack(nn.Module):
     trim_last: where nothing but protected tokens is read, the last block computes queries, projection and MLP for
     those alone, and the stack returns them alone. Results are the same; traces and hooks switch it off. None: where the
     method wants it and fuses anything, so that r = 0 is the unfused model bit for bit.
-    restores: one token per input token is the fused token plus what fusing took from the input token, not a copy.
     layers: the method's learned layers, by block number; they are registered elsewhere in the model.
     """
 
@@ -134,7 +119,6 @@ class FusedStack(nn.Module):
         blocks: tuple[int, ...] | None,
         dense: bool = False,
         trim_last: bool | None = False,
-        restores: bool = False,
         layers: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__()
@@ -145,7 +129,6 @@ class FusedStack(nn.Module):
         self.method = method
         self.dense = dense
         self.trim_last = trim_last
-        self.restores = restores
         self.depth = len(self)  # of the whole model, also in a stack of its first few blocks
         self.blocks = None if blocks is None else tuple(block % len(self) for block in blocks)
         self.schedule: tuple[Amount, ...] = ()
@@ -208,9 +191,9 @@ class FusedStack(nn.Module):
                 return run_first(block, x, self.method.key_sizes(state.sizes), self.host.protected)
             output = self.run_block(index, x, state=state, arguments=arguments, initial=initial, schedule=schedule)
             self.notify(index, x, output)
-            entering, x = x, output.x
+            x = output.x
             if unpool or shares:
-                state = state.after(output, shares=shares, x=entering if self.restores else None)
+                state = state.after(output, shares=shares)
             else:
                 state = State(output.sizes, method_state=output.method_state)
         restored = self.method.restore_tokens(x, state.method_state)
