@@ -188,7 +188,7 @@ class FusionRequest:
             self.schedule.check_model(architecture)
         if self.flops is not None and architecture is not None:
             shapes = replace(architecture, reads_every_token=architecture.reads_every_token or dense)
-            plans = cache(lambda r: _plan(shapes, method, amounts(r), r, trim_last=trim_last))
+            plans = cache(lambda r: plan_architecture(shapes, method, amounts(r), r, trim_last=trim_last))
             chosen = [block for block, amount in enumerate(amounts(1)) if amount]
             steps = reduction_steps(r, blocks=chosen, depth=depth, tokens=shapes.tokens)
             sweep = ReductionSweep(method.name, steps, lambda r: plans(r).gflops)
@@ -233,13 +233,14 @@ def plan(
     own, _ = split_state_dict(dict(module.named_parameters()))
     parameters = learned + sum(value.numel() for value in own.values())
     architecture = replace(architecture, reads_every_token=architecture.reads_every_token or dense)
-    planned = _plan(architecture, setting.method, setting.amounts, plain_r(setting.r), trim_last=trim_last)
+    planned = plan_architecture(architecture, setting.method, setting.amounts, plain_r(setting.r), trim_last=trim_last)
     return replace(planned, parameters=parameters, learned_parameters=learned)
 
 
-def _plan(
+def plan_architecture(
     architecture: Architecture, method: Method, schedule: Sequence[Amount], r: ReductionSpec, *, trim_last: bool | None
 ) -> Plan:
+    """The plan of a schedule on these shapes. r: what the schedule was made from. trim_last: as for `mctf.fuse`."""
     per_block = reductions(schedule, architecture.tokens, protected=architecture.protected, method=method)
     costs = block_costs(architecture, method, schedule, per_block)
     every = architecture.tokens

@@ -11,10 +11,11 @@
 3. Local search: tokens are moved between one block and the others.
 
 A schedule replaces another where its mean KL on all images is lower by more than two standard errors of the
-difference. Smaller gains are chance: they do not hold on other images, as measured on DeiT-Tiny.
+difference. Smaller gains are chance and do not hold on other images.
 
 The result is never worse on these images than the method's own schedule of the same budget. All decisions follow from
-the scores alone, so a search that is resumed ends as it would have.
+the scores alone, so a search that is resumed ends as it would have. It is one file, as every part reads the plans and
+scores of one `Tuner`.
 
 Axes: B images, T tokens.
 """
@@ -36,8 +37,9 @@ from ..errors import MctfError
 from ..hosts import Architecture, find_host
 from ..methods import make_method
 from ..models.loading import copy_sharing_weights
-from ..planning import FusionRequest, Plan, _plan
+from ..planning import FusionRequest, Plan, plan_architecture
 from .kl_meter import KLMeter, Schedule
+from .significance import standard_error
 from .timing import time_interleaved
 
 SENSITIVITY_IMAGES, SCREEN_IMAGES = 64, 96
@@ -111,7 +113,9 @@ class Tuner:
     def plan(self, schedule: Schedule) -> Plan:
         if schedule not in self._plans:
             trim = self.method.trims_last
-            self._plans[schedule] = _plan(self.architecture, self.method, schedule, schedule, trim_last=trim)
+            self._plans[schedule] = plan_architecture(
+                self.architecture, self.method, schedule, schedule, trim_last=trim
+            )
         return self._plans[schedule]
 
     def share(self, schedule: Schedule) -> float:
@@ -474,6 +478,6 @@ def _curve(x: np.ndarray, y: np.ndarray, compression: np.ndarray) -> np.ndarray:
 
 
 def _significance(differences: Tensor) -> float:
-    """Mean over its standard error."""
-    error = differences.std().item() / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-    return differences.mean().item() / error if error > 0 else 0.0
+    """Mean over its standard error; 0 where that is unknown."""
+    error = standard_error(differences)
+    return differences.mean().item() / error if error else 0.0

@@ -1,7 +1,8 @@
 """The recipe of a training run: one frozen dataclass, read from a TOML file and from the command line.
 
 Every field has a parser, which takes text (command line) and typed values (TOML) alike. A recipe with several errors is
-refused with all of them at once, before anything is loaded.
+refused with all of them at once, before anything is loaded. Parsers and fields stand in one file, as a field is read
+together with its parser.
 """
 
 import json
