@@ -16,7 +16,8 @@ from helpers.data_feeds import collect, number_of, options
 from helpers.images import encode, make_picture, write_folder, zip_folder
 from mctf import MctfError
 from mctf.data import ReadLimits, make_feed, open_dataset
-from mctf.data.readers import HubReader, ImageReader, load_hub_dataset, open_reader
+from mctf.data.hub_reader import HubReader, load_hub_dataset
+from mctf.data.readers import ImageReader, open_reader
 
 NAMES = ("cat/a.png", "cat/b.jpg", "dog/deep/c.JPEG", "dog/d.png", "emu/e.png")
 

@@ -39,7 +39,7 @@ from ..methods import make_method
 from ..models.loading import copy_sharing_weights
 from ..planning import FusionRequest, Plan, plan_architecture
 from .kl_meter import KLMeter, Schedule
-from .significance import standard_error
+from .significance import Difference
 from .timing import time_interleaved
 
 SENSITIVITY_IMAGES, SCREEN_IMAGES = 64, 96
@@ -311,7 +311,7 @@ class Tuner:
     def _better(self, best: Schedule, others: Sequence[Schedule]) -> tuple[Schedule, Tensor]:
         """The one of lowest mean KL among those that are clearly better than `best`, or `best`; its scores."""
         scores, *measured = self.meter.kl([best, *others])
-        clear = [pair for pair in zip(others, measured, strict=True) if _significance(pair[1] - scores) < -_CLEAR]
+        clear = [pair for pair in zip(others, measured, strict=True) if Difference.of(pair[1], scores).errors < -_CLEAR]
         return min(clear, key=lambda pair: pair[1].mean().item(), default=(best, scores))
 
     def _search(self, best: Schedule, scores: Tensor, step: float, limit: float) -> tuple[Schedule, Tensor]:
@@ -329,7 +329,7 @@ class Tuner:
                 moves[block] = found
         slopes = np.zeros(self.depth)
         for block, moved_scores in zip(moves, self.meter.kl(moves.values()), strict=True):
-            slopes[block] = _significance(moved_scores - scores)
+            slopes[block] = Difference.of(moved_scores, scores).errors
         together = []
         for length in _LENGTHS:
             factors = (1 + step) ** (-np.clip(slopes / 2, -1, 1) * length)
@@ -475,9 +475,3 @@ def _curve(x: np.ndarray, y: np.ndarray, compression: np.ndarray) -> np.ndarray:
         values = np.where(z < x[0], y[0] + first * (z - x[0]), np.interp(z, x, y))
         values = np.where(z > x[-1], y[-1] + last * (z - x[-1]), values)
     return np.maximum.accumulate(np.where(compression > 1e-9, np.exp(np.minimum(values, 20.0)), 0.0))
-
-
-def _significance(differences: Tensor) -> float:
-    """Mean over its standard error; 0 where that is unknown."""
-    error = standard_error(differences)
-    return differences.mean().item() / error if error else 0.0
