@@ -11,7 +11,8 @@ import click
 
 from .._utils import plural
 from ..errors import MctfError
-from ..train.config import OLD_NAMES, Recipe, flag, read_recipe, read_toml
+from ..train.config import OLD_NAMES, Recipe, read_recipe, read_toml
+from ..train.parsers import flag
 from .options import json_option, options_option, parse_options
 from .output import check_folder, give_json, say_nothing, tell
 from .progress import Command, progress, steps_bar, ticking
