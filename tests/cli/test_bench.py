@@ -43,7 +43,8 @@ def test_training_is_timed_too(bench: Command) -> None:
     assert [row["name"] for row in table["rows"]] == [BASELINE, "mctf_exact", FREE_DROP]
 
 
-def test_the_table_has_a_title_and_verdicts(bench: Command) -> None:
+def test_the_table_has_a_title_and_verdicts(bench: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "inconclusive", lambda _: None)  # one pass beside other tests is a noisy figure
     outcome = bench("test_vit", "-m", "mctf", "--rounds", 1)
     assert "test_vit, r=16, batch 8, 160x160, " in outcome.out
     assert "speed-up" in outcome.out
