@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import portable
 from .assignment import Assignment
 
 TINY = 1e-30  # attention may underflow to 0; its logarithm must not
@@ -87,6 +88,10 @@ def additive_mask(sizes: Tensor | None, bias: Tensor | None, like: Tensor) -> Te
 
 def attention_map(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, bias: Tensor | None = None) -> Tensor:
     """softmax(q kT * scale + bias + log s) itself: B H N N, in at least float32."""
+    if portable.exporting():
+        logits = at_least_float32(q * scale) @ at_least_float32(k).transpose(2, 3)
+        mask = additive_mask(sizes, bias, logits)
+        return (logits if mask is None else logits + mask).softmax(dim=-1)
     batch, heads = q.shape[:2]
     queries = at_least_float32(q * scale).flatten(0, 1)
     keys = at_least_float32(k).flatten(0, 1).transpose(1, 2)
@@ -181,7 +186,7 @@ def _map_chunks(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float, bias: 
 
 def batch_chunks(q: Tensor, k: Tensor) -> list[slice]:
     """Slices of the batch whose attention maps may be held at once."""
-    if torch.compiler.is_exporting():  # a chunk size would be the largest batch that the exported model takes
+    if portable.exporting():  # a chunk size would be the largest batch that the exported model takes
         return [slice(None)]
     in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
     images = max(1, (_CPU_CHUNK if in_cache else _CHUNK) // (q.shape[1] * q.shape[2] * k.shape[2]))
@@ -194,5 +199,11 @@ def column_means(full_map: Tensor, rows: str) -> Tensor:
     """Column means of a map over heads and rows, B H N N -> B N; see `informativeness`."""
     if rows == "class":
         return full_map[:, :, 0].mean(dim=1)
+    if portable.exporting():  # one product
+        heads, queries = full_map.shape[1:3]
+        weights = full_map.new_full((heads, queries), 1 / (heads * queries))
+        if rows == "both":
+            weights = weights / 2 + F.pad(full_map.new_full((heads, 1), 1 / (2 * heads)), (0, queries - 1))
+        return (weights.view(1, -1) @ full_map.flatten(1, 2))[:, 0]
     mean = full_map.mean(dim=(1, 2))
     return mean if rows == "mean" else (mean + full_map[:, :, 0].mean(dim=1)) / 2

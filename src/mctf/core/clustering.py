@@ -13,9 +13,12 @@ Protected tokens (class, distillation, registers) come first, take no part and k
 Axes: B images, N tokens, n of them unprotected, C channels, k tokens that join in a round.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from . import portable
 from .assignment import Assignment
 from .attention import TINY
 from .matching import unit_rows
@@ -29,6 +32,8 @@ def token_weights(informativeness: Tensor, sizes: Tensor | None) -> Tensor:
     The attention a that a token receives grows with its size already; times s, large tokens would never be fused.
     """
     weights = informativeness if sizes is None else informativeness * sizes.sqrt()
+    if portable.exporting():
+        return weights.clamp_min(TINY)
     return weights.nan_to_num(nan=TINY, posinf=1 / TINY).clamp_min(TINY)  # images of undefined numbers are fused, too
 
 
@@ -53,15 +58,21 @@ def cluster(distances: Tensor, weights: Tensor, r: int, *, protected: int, round
         best, partner = _cheapest_partners(distances, mass)
         joining = best.topk(k, dim=1, largest=False).indices
         parent = index.expand(batch, -1).scatter(1, joining, partner.gather(1, joining))
-        for _ in range(k.bit_length()):  # a partner may join another: chains of at most k tokens
+        for _ in range((k - 1).bit_length()):  # a partner may join another: chains of at most k tokens
             parent = parent.gather(1, parent)
         root = parent.gather(1, root)
         if not last:
             distances, mass = _join(distances, mass, joining, parent)
-    kept = root == index
-    slots = protected + (kept.cumsum(1) - 1).gather(1, root)
-    first = torch.arange(protected, device=slots.device).expand(batch, -1)
-    return Assignment(torch.cat([first, slots], dim=1), protected + n - r)
+    return Assignment.of_roots(root, n - r, protected=protected)
+
+
+def cluster_exported(x: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int) -> Assignment:
+    """`cluster` of tokens x (B N C) in the form for exported graphs."""
+    shares = [_share(r, min(rounds, r), number) for number in range(min(rounds, r))]
+    unit, mass = unit_rows(x[:, protected:]), weights[:, protected:]
+    root, split = portable.cluster(unit, mass, shares, protected=protected)
+    assignment = Assignment.of_roots(root, root.shape[1] - r, protected=protected)
+    return replace(assignment, split=split)
 
 
 def _share(r: int, rounds: int, number: int) -> int:

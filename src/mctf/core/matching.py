@@ -9,8 +9,10 @@ Axes: B images, N tokens, C channels; Na and Nb unprotected tokens on the two si
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from . import portable
 from .assignment import Assignment
 from .attention import TINY, at_least_float32
 
@@ -108,6 +110,8 @@ def match_bidirectional(scores: Tensor, r: int, *, protected: int) -> Assignment
 
 def rank_descending(values: Tensor) -> Tensor:
     """Rank of each value when sorted from large to small, equal values by index: B n."""
+    if portable.exporting():
+        return portable.rank_descending(values)
     order = values.argsort(dim=1, descending=True, stable=True)
     ranks = torch.arange(values.shape[1], device=values.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, ranks)
@@ -115,9 +119,8 @@ def rank_descending(values: Tensor) -> Tensor:
 
 def _join(alpha_slots: Tensor, beta_slots: Tensor, protected: int, r: int) -> Assignment:
     """Interleave the slots of both sides in token order, protected tokens first."""
-    batch = alpha_slots.shape[0]
-    tokens = protected + alpha_slots.shape[1] + beta_slots.shape[1]
-    slots = torch.arange(tokens, device=alpha_slots.device).repeat(batch, 1)
-    alpha(slots, protected).copy_(alpha_slots)
-    beta(slots, protected).copy_(beta_slots)
-    return Assignment(slots, tokens - r)
+    even, odd = (alpha_slots, beta_slots) if protected % 2 == 0 else (beta_slots, alpha_slots)
+    n = even.shape[1] + odd.shape[1]
+    pairs = torch.stack([even, F.pad(odd, (0, n % 2))], dim=2)  # as many or one fewer of the second
+    slots = portable.prepend_protected(pairs.flatten(1)[:, :n], protected)
+    return Assignment(slots, protected + n - r)

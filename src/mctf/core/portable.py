@@ -1,0 +1,140 @@
+"""Operations in the form that every runtime takes: no sort, no scattered sum, no loop, few nodes.
+
+`torch.export` writes down what runs, and ONNX Runtime, OpenVINO and TensorRT execute it. Sorting with ties and sums
+over scattered indices are missing or slow there. While a model is exported (`exporting`), ranks are counted, sums over
+slots are a gather and one small matrix product, and clustering updates its distances by matrix products.
+
+Axes: B images, N tokens, n of them unprotected, M slots, C channels, k tokens that join in a round.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_FOR_ONNX: ContextVar[bool] = ContextVar("for_onnx", default=False)
+
+
+def exporting() -> bool:
+    """Whether a graph is being exported for another runtime."""
+    return torch.compiler.is_exporting()
+
+
+@contextmanager
+def onnx_operators() -> Iterator[None]:
+    """While open, an exported graph may use operators of ONNX that PyTorch has no equal of."""
+    token = _FOR_ONNX.set(True)
+    try:
+        yield
+    finally:
+        _FOR_ONNX.reset(token)
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x (B N C) by index (B M): B M C."""
+    batch, rows, channels = x.shape
+    if _FOR_ONNX.get():  # one node; `torch.gather` needs an index per channel
+        shape = (batch, index.shape[1], channels)
+        inputs = (x, index[..., None])
+        return torch.onnx.ops.symbolic("GatherND", inputs, {"batch_dims": 1}, dtype=x.dtype, shape=shape)
+    offsets = torch.arange(batch, device=x.device)[:, None] * rows
+    return x.reshape(batch * rows, channels).index_select(0, (index + offsets).flatten()).view(batch, -1, channels)
+
+
+def rank_descending(values: Tensor) -> Tensor:
+    """Rank of each value when sorted from large to small, equal values by index: B n."""
+    index = torch.arange(values.shape[1], device=values.device)
+    mine, other = values[:, :, None], values[:, None, :]
+    return ((other > mine) | ((other == mine) & (index < index[:, None]))).sum(dim=2)
+
+
+def prepend_protected(slots: Tensor, protected: int) -> Tensor:
+    """Slots of all tokens from those of the unprotected ones: B n -> B N. Protected tokens keep the first slots."""
+    if protected == 0:
+        return slots
+    first = torch.arange(protected, device=slots.device)
+    return F.pad(slots, (protected, 0)) + F.pad(first, (0, slots.shape[1]))
+
+
+class SlotSplit(NamedTuple):
+    """One token of each slot (B M), all other tokens (B N-M) and their slots (B N-M)."""
+
+    first: Tensor
+    others: Tensor
+    slots_of_others: Tensor
+
+
+def split_slots(slots: Tensor, count: int) -> SlotSplit:
+    """The first token of each slot, and the others in their order. slots: B N, all of `count` slots are used."""
+    tokens = slots.shape[1]
+    position = torch.arange(tokens, device=slots.device)
+    owns = slots[:, None, :] == torch.arange(count, device=slots.device)[:, None]  # B M N
+    first = torch.where(owns, position, tokens).amin(dim=2)
+    joins = first.gather(1, slots) != position
+    others = torch.where(joins, tokens - position, 0).topk(tokens - count, dim=1).indices
+    return SlotSplit(first, others, slots.gather(1, others))
+
+
+def sum_slots(x: Tensor, split: SlotSplit) -> Tensor:
+    """Sum of the tokens in each slot, B N C -> B M C: its first token, and a product with those that join it."""
+    count, rest = split.first.shape[1], split.others.shape[1]
+    rows = gather_rows(x, torch.cat([split.first, split.others], dim=1))
+    own, joining = rows[:, :count], rows[:, count:]
+    into = split.slots_of_others[:, None, :] == torch.arange(count, device=x.device)[:, None]  # B M N-M
+    return own + into.to(x.dtype) @ joining if rest else own
+
+
+def cluster(
+    unit: Tensor, mass: Tensor, joining_per_round: Sequence[int], *, protected: int
+) -> tuple[Tensor, SlotSplit]:
+    """Root of each token (B n) after rounds of clustering, and the same as a split of slots among all tokens.
+
+    unit: B n C, rows of length 1. mass: B n, above 0. As `core.clustering.cluster`, by matrix products: with T the
+    targets of the joining tokens (n k, one-hot), J those tokens and p their shares in their clusters, distances change
+    by matrices of rank k,
+
+        L = (J - T) p,    V = D L + T (LT D L) / 2,    D' = D + T VT + V TT - (own of both)
+    """
+    n, inf = mass.shape[1], float("inf")
+    index = torch.arange(n, device=mass.device)
+    # Of equal weights the earlier counts as the larger: one step of rounding orders them for all rounds.
+    twins = ((mass[:, None, :] == mass[:, :, None]) & (index < index[:, None])).sum(dim=2)
+    mass = mass * (1 - twins * (2 * torch.finfo(mass.dtype).eps))
+    distances = F.relu(1 - unit @ unit.transpose(1, 2))  # half the squared ones: in the same order
+    roots: list[Tensor] = []
+    joined: list[Tensor] = []
+    for k in joining_per_round:
+        inverse = mass.reciprocal()  # infinite for tokens that joined: nothing joins them
+        mine, other = inverse[:, :, None], inverse[:, None, :]
+        best, partner = torch.where(other < mine, distances / (mine + other), inf).min(dim=2)
+        if joined:
+            best = torch.where(mass > 0, best, inf)
+        joining = best.topk(k, dim=1, largest=False).indices
+        parent = (partner * 0 + index).scatter(1, joining, partner.gather(1, joining))
+        for _ in range((k - 1).bit_length()):  # a partner may join another: chains of at most k tokens
+            parent = parent.gather(1, parent)
+        roots.append(parent.gather(1, roots[-1]) if roots else parent)
+        joined.append(joining)
+        if len(joined) == len(joining_per_round):
+            break
+        target = parent.gather(1, joining)
+        into = (target[:, None, :] == index[:, None]).to(mass.dtype)  # B n k
+        leaves = (joining[:, None, :] == index[:, None]).to(mass.dtype)
+        added = mass.gather(1, joining)
+        total = mass + (into @ added[:, :, None])[:, :, 0]
+        left = (leaves - into) * (added / total.gather(1, target))[:, None, :]
+        mass = torch.where(parent == index, total, 0)
+        moved = distances @ left
+        moved = moved + into @ (left.transpose(1, 2) @ moved) / 2
+        moved = moved - (into * moved).sum(dim=1, keepdim=True)
+        distances = distances + torch.cat([into, moved], 2) @ torch.cat([moved, into], 2).transpose(1, 2)
+    others = torch.cat(joined, dim=1)
+    stays = roots[-1] == index
+    kept = torch.where(stays, n - index, 0).topk(n - others.shape[1], dim=1).indices
+    slots = (stays.cumsum(1) - 1).gather(1, roots[-1].gather(1, others))
+    first = prepend_protected(kept + protected, protected)
+    return roots[-1], SlotSplit(first, others + protected, slots + protected)

@@ -1,0 +1,1 @@
+"""Files for other runtimes: fused models exported to ONNX, OpenVINO, AOTInductor and torch.export, checked and loaded."""

@@ -1,0 +1,169 @@
+"""Four file formats: how an exported graph is written in each, and how the file is loaded and run.
+
+A writer takes a graph and a path in a folder of its own, and may write more files beside it. A loader gives a function
+from float32 images (B 3 H W, contiguous) to float32 outputs (B K), and the text of the metadata.
+"""
+
+import json
+import logging
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from .._utils import first_line, optional_import
+from ..errors import MctfError, did_you_mean, shown
+from .metadata import KEY
+
+OPSET = 18
+_LARGEST_ONNX = 1_800_000_000  # bytes; a protobuf ends at 2 GiB, and larger weights lie in a file of their own
+_METADATA_FILE = "mctf.json"
+
+Run = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Format:
+    """suffix: of the file. packages: from the extra `export`. write: graph, path and metadata to files."""
+
+    name: str
+    suffix: str
+    packages: tuple[str, ...]
+    write: Callable[[ExportedProgram, Path, str], None]
+    load: Callable[[Path, int | None], tuple[Run, str | None]]
+
+    def check_packages(self) -> None:
+        """Raise MctfError with the install line where a package of the extra is missing."""
+        for package in self.packages:
+            optional_import(package, extra="export", purpose=f"{self.name} files")
+
+
+def find_format(name: object) -> Format:
+    if not isinstance(name, str) or name not in FORMATS:
+        word = name if isinstance(name, str) else shown(name)
+        raise MctfError(f"format {shown(name)} is unknown: {did_you_mean(word, FORMATS)}")
+    return FORMATS[name]
+
+
+def format_of(path: Path) -> Format | None:
+    """The format of an exported file by its suffix and content; None for anything else."""
+    if path.suffix not in SUFFIXES:
+        return None
+    if path.suffix != ".pt2":
+        return next(each for each in FORMATS.values() if each.suffix == path.suffix)
+    with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        compiled = any("/aotinductor/" in name for name in archive.namelist())
+        return FORMATS["aoti" if compiled else "pt2"]
+    return FORMATS["pt2"]
+
+
+def _write_onnx(program: ExportedProgram, path: Path, metadata: str) -> None:
+    from onnx_ir.passes.common import CommonSubexpressionEliminationPass
+
+    with _quiet():
+        onnx_program: Any = torch.onnx.export(program, dynamo=True, opset_version=OPSET, verbose=False)
+    CommonSubexpressionEliminationPass()(onnx_program.model)
+    onnx_program.model.metadata_props[KEY] = metadata
+    size = sum(tensor.nbytes for tensor in program.state_dict.values())
+    onnx_program.save(str(path), external_data=size > _LARGEST_ONNX)
+
+
+def _load_onnx(path: Path, threads: int | None) -> tuple[Run, str | None]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    (given,), (result,) = session.get_inputs(), session.get_outputs()
+
+    def run(images: Tensor) -> Tensor:
+        return torch.from_numpy(session.run([result.name], {given.name: images.numpy()})[0])
+
+    return run, session.get_modelmeta().custom_metadata_map.get(KEY)
+
+
+def _write_openvino(program: ExportedProgram, path: Path, metadata: str) -> None:
+    import openvino
+
+    onnx_path = path.with_suffix(".onnx")
+    _write_onnx(program, onnx_path, metadata)
+    with _quiet():
+        model = openvino.convert_model(str(onnx_path))
+    for part in path.parent.glob(f"{onnx_path.name}*"):
+        part.unlink()
+    model.set_rt_info(metadata, [KEY])
+    openvino.save_model(model, str(path), compress_to_fp16=False)
+
+
+def _load_openvino(path: Path, threads: int | None) -> tuple[Run, str | None]:
+    import openvino
+
+    core = openvino.Core()
+    model = core.read_model(str(path))
+    config = {"INFERENCE_NUM_THREADS": threads or torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
+    metadata = model.get_rt_info([KEY]).astype(str) if model.has_rt_info([KEY]) else None
+    compiled = core.compile_model(model, "CPU", config)
+
+    def run(images: Tensor) -> Tensor:
+        return torch.from_numpy(compiled(images.numpy())[0].copy())
+
+    return run, metadata
+
+
+def _write_aoti(program: ExportedProgram, path: Path, metadata: str) -> None:
+    from torch._inductor import aoti_compile_and_package
+
+    with _quiet():
+        aoti_compile_and_package(
+            program, package_path=str(path), inductor_configs={"aot_inductor.metadata": {KEY: metadata}}
+        )
+
+
+def _load_aoti(path: Path, threads: int | None) -> tuple[Run, str | None]:
+    from torch._inductor import aoti_load_package
+
+    model: Any = aoti_load_package(str(path))
+    return torch.no_grad()(model), model.get_metadata().get(KEY)
+
+
+def _write_pt2(program: ExportedProgram, path: Path, metadata: str) -> None:
+    torch.export.save(program, path, extra_files={_METADATA_FILE: metadata})
+
+
+def _load_pt2(path: Path, threads: int | None) -> tuple[Run, str | None]:
+    extra = {_METADATA_FILE: ""}
+    model: Any = torch.export.load(path, extra_files=extra).module()
+    return torch.no_grad()(model), extra[_METADATA_FILE]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress reports, warnings and logs of converters."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("onnx", ".onnx", ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
+        Format("openvino", ".xml", ("onnx", "onnxscript", "openvino"), _write_openvino, _load_openvino),
+        Format("aoti", ".pt2", (), _write_aoti, _load_aoti),
+        Format("pt2", ".pt2", (), _write_pt2, _load_pt2),
+    )
+}
+SUFFIXES = tuple({each.suffix for each in FORMATS.values()})
