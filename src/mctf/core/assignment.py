@@ -124,7 +124,7 @@ class Assignment:
         """
         batch, tokens = self.slots.shape
         if portable.exporting():
-            return portable.gather_rows(x, self._split.first)
+            return portable.gather_rows(x, self._split.order[:, : self.count])
         position = torch.arange(tokens, device=x.device).expand(batch, -1)
         last = position.new_full((batch, self.count), tokens - 1)
         first = last.scatter_reduce(1, self.slots, position, "amin")

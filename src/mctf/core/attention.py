@@ -45,7 +45,8 @@ class ReceivedAttention:
 
 def total_received(partial: Tensor) -> Tensor:
     """Informativeness from its partial sums, B G N -> B N; clamped away from zero."""
-    return partial.sum(dim=1).clamp_min(TINY)
+    whole = partial.squeeze(1) if partial.shape[1] == 1 else partial.sum(dim=1)
+    return whole.clamp_min(TINY)
 
 
 def attend(
@@ -204,6 +205,6 @@ def column_means(full_map: Tensor, rows: str) -> Tensor:
         weights = full_map.new_full((heads, queries), 1 / (heads * queries))
         if rows == "both":
             weights = weights / 2 + F.pad(full_map.new_full((heads, 1), 1 / (2 * heads)), (0, queries - 1))
-        return (weights.view(1, -1) @ full_map.flatten(1, 2))[:, 0]
+        return (weights.view(1, -1) @ full_map.flatten(1, 2)).squeeze(1)
     mean = full_map.mean(dim=(1, 2))
     return mean if rows == "mean" else (mean + full_map[:, :, 0].mean(dim=1)) / 2

@@ -69,7 +69,7 @@ def cluster(distances: Tensor, weights: Tensor, r: int, *, protected: int, round
 def cluster_exported(x: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int) -> Assignment:
     """`cluster` of tokens x (B N C) in the form for exported graphs."""
     shares = [_share(r, min(rounds, r), number) for number in range(min(rounds, r))]
-    unit, mass = unit_rows(x[:, protected:]), weights[:, protected:]
+    unit, mass = unit_rows(x)[:, protected:], weights[:, protected:]
     root, split = portable.cluster(unit, mass, shares, protected=protected)
     assignment = Assignment.of_roots(root, root.shape[1] - r, protected=protected)
     return replace(assignment, split=split)

@@ -61,60 +61,66 @@ def prepend_protected(slots: Tensor, protected: int) -> Tensor:
 
 
 class SlotSplit(NamedTuple):
-    """One token of each slot (B M), all other tokens (B N-M) and their slots (B N-M)."""
+    """Tokens by their part in a sum over slots.
 
-    first: Tensor
-    others: Tensor
+    order: B N, one token of each slot, then all others. slots_of_others: B N-M, where the others go.
+    """
+
+    order: Tensor
     slots_of_others: Tensor
 
 
 def split_slots(slots: Tensor, count: int) -> SlotSplit:
-    """The first token of each slot, and the others in their order. slots: B N, all of `count` slots are used."""
+    """The first token of each slot, then the others in their order. slots: B N, all of `count` slots are used."""
     tokens = slots.shape[1]
     position = torch.arange(tokens, device=slots.device)
     owns = slots[:, None, :] == torch.arange(count, device=slots.device)[:, None]  # B M N
     first = torch.where(owns, position, tokens).amin(dim=2)
     joins = first.gather(1, slots) != position
     others = torch.where(joins, tokens - position, 0).topk(tokens - count, dim=1).indices
-    return SlotSplit(first, others, slots.gather(1, others))
+    return SlotSplit(torch.cat([first, others], dim=1), slots.gather(1, others))
 
 
 def sum_slots(x: Tensor, split: SlotSplit) -> Tensor:
     """Sum of the tokens in each slot, B N C -> B M C: its first token, and a product with those that join it."""
-    count, rest = split.first.shape[1], split.others.shape[1]
-    rows = gather_rows(x, torch.cat([split.first, split.others], dim=1))
-    own, joining = rows[:, :count], rows[:, count:]
+    count = x.shape[1] - split.slots_of_others.shape[1]
+    if count == x.shape[1]:
+        return gather_rows(x, split.order)
+    first, others = gather_rows(x, split.order).split([count, x.shape[1] - count], dim=1)
     into = split.slots_of_others[:, None, :] == torch.arange(count, device=x.device)[:, None]  # B M N-M
-    return own + into.to(x.dtype) @ joining if rest else own
+    return first + into.to(x.dtype) @ others
 
 
 def cluster(
     unit: Tensor, mass: Tensor, joining_per_round: Sequence[int], *, protected: int
 ) -> tuple[Tensor, SlotSplit]:
-    """Root of each token (B n) after rounds of clustering, and the same as a split of slots among all tokens.
+    """Root of each token (B n) after rounds of clustering, and the same as a split of all tokens.
 
     unit: B n C, rows of length 1. mass: B n, above 0. As `core.clustering.cluster`, by matrix products: with T the
-    targets of the joining tokens (n k, one-hot), J those tokens and p their shares in their clusters, distances change
+    targets of the joining tokens (k n, one-hot), J those tokens and p their shares in their clusters, distances change
     by matrices of rank k,
 
-        L = (J - T) p,    V = D L + T (LT D L) / 2,    D' = D + T VT + V TT - (own of both)
+        L = p (J - T),    V = L D + (L D LT) T / 2,    D' = D + TT V + VT T, less half the spread of each cluster
     """
     n, inf = mass.shape[1], float("inf")
     index = torch.arange(n, device=mass.device)
     # Of equal weights the earlier counts as the larger: one step of rounding orders them for all rounds.
-    twins = ((mass[:, None, :] == mass[:, :, None]) & (index < index[:, None])).sum(dim=2)
-    mass = mass * (1 - twins * (2 * torch.finfo(mass.dtype).eps))
+    twins = ((mass[:, None, :] == mass[:, :, None]) & (index < index[:, None])).to(mass.dtype).sum(dim=2)
+    mass = (mass - mass * twins * (2 * torch.finfo(mass.dtype).eps))[:, :, None]  # B n 1, as all vectors below
     distances = F.relu(1 - unit @ unit.transpose(1, 2))  # half the squared ones: in the same order
+    itself = None
     roots: list[Tensor] = []
     joined: list[Tensor] = []
     for k in joining_per_round:
-        inverse = mass.reciprocal()  # infinite for tokens that joined: nothing joins them
-        mine, other = inverse[:, :, None], inverse[:, None, :]
-        best, partner = torch.where(other < mine, distances / (mine + other), inf).min(dim=2)
-        if joined:
+        mine = mass.reciprocal()  # infinite for tokens that joined: nothing joins them
+        other = mine.transpose(1, 2)
+        best, partner = torch.where(other < mine, distances / (mine + other), inf).min(dim=2, keepdim=True)
+        if itself is None:
+            itself = partner * 0 + index[:, None]
+        else:
             best = torch.where(mass > 0, best, inf)
-        joining = best.topk(k, dim=1, largest=False).indices
-        parent = (partner * 0 + index).scatter(1, joining, partner.gather(1, joining))
+        joining = best.topk(k, dim=1, largest=False).indices  # B k 1
+        parent = itself.scatter(1, joining, partner.gather(1, joining))
         for _ in range((k - 1).bit_length()):  # a partner may join another: chains of at most k tokens
             parent = parent.gather(1, parent)
         roots.append(parent.gather(1, roots[-1]) if roots else parent)
@@ -122,19 +128,18 @@ def cluster(
         if len(joined) == len(joining_per_round):
             break
         target = parent.gather(1, joining)
-        into = (target[:, None, :] == index[:, None]).to(mass.dtype)  # B n k
-        leaves = (joining[:, None, :] == index[:, None]).to(mass.dtype)
+        into, leaving = (target == index).to(mass.dtype), (joining == index).to(mass.dtype)  # B k n
         added = mass.gather(1, joining)
-        total = mass + (into @ added[:, :, None])[:, :, 0]
-        left = (leaves - into) * (added / total.gather(1, target))[:, None, :]
-        mass = torch.where(parent == index, total, 0)
-        moved = distances @ left
-        moved = moved + into @ (left.transpose(1, 2) @ moved) / 2
-        moved = moved - (into * moved).sum(dim=1, keepdim=True)
-        distances = distances + torch.cat([into, moved], 2) @ torch.cat([moved, into], 2).transpose(1, 2)
-    others = torch.cat(joined, dim=1)
-    stays = roots[-1] == index
+        total = mass + into.transpose(1, 2) @ added
+        left = (leaving - into) * (added / total.gather(1, target))
+        mass = torch.where(parent == index[:, None], total, 0)
+        moved = left @ distances
+        moved = moved + (moved @ left.transpose(1, 2)) @ (into / 2)
+        moved = moved - (into * moved).sum(dim=2, keepdim=True)
+        distances = distances + torch.cat([into, moved], 1).transpose(1, 2) @ torch.cat([moved, into], 1)
+    root, others = roots[-1][:, :, 0], torch.cat(joined, dim=1)[:, :, 0]
+    stays = root == index
     kept = torch.where(stays, n - index, 0).topk(n - others.shape[1], dim=1).indices
-    slots = (stays.cumsum(1) - 1).gather(1, roots[-1].gather(1, others))
-    first = prepend_protected(kept + protected, protected)
-    return roots[-1], SlotSplit(first, others + protected, slots + protected)
+    slots = stays.cumsum(1).gather(1, root.gather(1, others)) + (protected - 1)
+    offset = F.pad(index.new_full((n,), protected), (protected, 0)) + F.pad(index[:protected], (0, n))
+    return root, SlotSplit(F.pad(torch.cat([kept, others], dim=1), (protected, 0)) + offset, slots)

@@ -1,1 +1,1 @@
-"""Files for other runtimes: fused models exported to ONNX, OpenVINO, AOTInductor and torch.export, checked and loaded."""
+"""Files for other runtimes: models exported to ONNX, OpenVINO, AOTInductor and torch.export, then checked."""

@@ -16,7 +16,6 @@ from torch.export import ExportedProgram
 from .._utils import check_target, first_line
 from ..api import find_stack
 from ..core.portable import onnx_operators
-from ..data import Preprocessing
 from ..errors import MctfError, did_you_mean, is_out_of_memory, shown
 from ..hosts import find_host
 from ..methods.base import check_whole
@@ -146,7 +145,7 @@ class _Float32(nn.Module):
         self.dtype = dtype
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.model(images.to(self.dtype)).float()
+        return self.model(images.to(self.dtype)).to(torch.float32)
 
 
 def _tensor_model(model: Any) -> nn.Module:
@@ -199,9 +198,7 @@ def _check_parity(
     classifies = metadata.output == "logits"
     reference = run_batches(model, images, _LARGER_BATCH)
     other = torch.float64 if metadata.dtype == "float32" else getattr(torch, metadata.dtype)
-    in_other = copy.deepcopy(model).to(other)
-    control = run_batches(lambda part: in_other(part.to(other)), images, _LARGER_BATCH)
-    del in_other
+    control = run_batches(_Float32(copy.deepcopy(model), other), images, _LARGER_BATCH)
     run, _ = open_file(kind, path)
     sizes = (1, min(_LARGER_BATCH, len(images))) if metadata.batch is None else (metadata.batch,)
     parity = {}

@@ -4,7 +4,6 @@ A writer takes a graph and a path in a folder of its own, and may write more fil
 from float32 images (B 3 H W, contiguous) to float32 outputs (B K), and the text of the metadata.
 """
 
-import json
 import logging
 import warnings
 import zipfile
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from .._utils import first_line, optional_import
+from .._utils import optional_import
 from ..errors import MctfError, did_you_mean, shown
 from .metadata import KEY
 
@@ -67,12 +66,39 @@ def format_of(path: Path) -> Format | None:
 def _write_onnx(program: ExportedProgram, path: Path, metadata: str) -> None:
     from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
+    table: Any = {torch.ops.aten.scaled_dot_product_attention.default: _onnx_attention()}
     with _quiet():
-        onnx_program: Any = torch.onnx.export(program, dynamo=True, opset_version=OPSET, verbose=False)
+        onnx_program: Any = torch.onnx.export(
+            program, dynamo=True, opset_version=OPSET, verbose=False, custom_translation_table=table
+        )
     CommonSubexpressionEliminationPass()(onnx_program.model)
     onnx_program.model.metadata_props[KEY] = metadata
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
     onnx_program.save(str(path), external_data=size > _LARGEST_ONNX)
+
+
+def _onnx_attention() -> Callable[..., Any]:
+    """softmax(q kT * scale + mask) v for tensors of four axes; the exporter's own works out all shapes at run time."""
+    from onnxscript import opset18 as op
+
+    def attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        scaled = op.Mul(query, op.CastLike(op.Constant(value_float=float(factor)), query))
+        logits = op.MatMul(scaled, op.Transpose(key, perm=[0, 1, 3, 2]))
+        if attn_mask is not None:
+            logits = op.Add(logits, attn_mask)
+        return op.MatMul(op.Softmax(logits, axis=-1), value)
+
+    return attention
 
 
 def _load_onnx(path: Path, threads: int | None) -> tuple[Run, str | None]:

@@ -4,8 +4,6 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from torch import nn
-
 from .. import __version__
 from ..api import find_stack
 from ..core.schedule import Amount, ReductionSpec

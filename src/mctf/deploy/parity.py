@@ -1,9 +1,9 @@
 """Whether an exported file computes what the model does, as far as rounding allows.
 
 A fused model chooses tokens by comparing numbers. Where two nearly tie, another order of summation chooses the other:
-float64 and float32 already differ so in eager PyTorch. Such an image is *flipped*: its outputs move by 0.01 to 0.5 where
-rounding moves others by 1e-5. So an export is judged beside a control, eager PyTorch in other precision on the same
-images: it may flip a few more images, and the median image may differ by rounding alone.
+float64 and float32 already differ so in eager PyTorch. Such an image is *flipped*: its outputs move by 0.01 to 0.5,
+where rounding moves others by 1e-5. So an export is judged beside a control, eager PyTorch in another precision on the
+same images: it may flip a few more images, and the median image may differ by rounding alone.
 
 Axes: B images, K outputs.
 """
@@ -94,7 +94,7 @@ def judge(name: str, parity: Parity, control: Parity, *, exact: bool) -> None:
 def run_batches(run: Callable[[Tensor], Tensor], images: Tensor, batch: int, *, fixed: bool = False) -> Tensor:
     """Outputs for all images (B 3 H W), `batch` at a time; the last batch is smaller, or left out where it is fixed."""
     parts = [part for part in images.split(batch) if not fixed or len(part) == batch]
-    return torch.cat([run(part.contiguous()).float() for part in parts])
+    return torch.cat([run(part.contiguous()) for part in parts])
 
 
 def generated_images(preprocessing: Preprocessing, count: int = SAMPLE) -> Tensor:

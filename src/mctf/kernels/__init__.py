@@ -230,7 +230,7 @@ def _merge_exported(
     if also is not None:
         parts.append(also * weights)
     if keep_norm:
-        parts.append(torch.linalg.vector_norm(x, dim=2, keepdim=True, dtype=weights.dtype) * weights)
+        parts.append(core_attention.at_least_float32(x).norm(dim=-1, keepdim=True) * weights)
     sums = assignment.sum(torch.cat(parts, dim=2)).split([part.shape[2] for part in parts], dim=2)
     total, totals = sums[0].clamp_min(core_attention.TINY), sums[1][..., 0]
     x_mean = sums[2] / total
