@@ -72,6 +72,8 @@ def attend(
         chunks = received.map_chunks
         parts = v.split([chunk.shape[0] for chunk in chunks])
         return torch.cat([_context(chunk, part) for chunk, part in zip(chunks, parts, strict=True)])
+    if portable.for_onnx():  # a view of PyTorch's fused attention with a mask is lost in the conversion
+        return _context(attention_map(q, k, sizes=sizes, scale=scale, bias=bias), v)
     mask = additive_mask(sizes, bias, q)
     context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return context.transpose(1, 2).flatten(2)

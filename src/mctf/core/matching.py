@@ -112,9 +112,16 @@ def rank_descending(values: Tensor) -> Tensor:
     """Rank of each value when sorted from large to small, equal values by index: B n."""
     if portable.exporting():
         return portable.rank_descending(values)
-    order = values.argsort(dim=1, descending=True, stable=True)
+    order = order_descending(values)
     ranks = torch.arange(values.shape[1], device=values.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, ranks)
+
+
+def order_descending(values: Tensor) -> Tensor:
+    """Indices of the values from large to small, equal values by index: B n."""
+    if portable.exporting():  # ranks have no ties, which other runtimes break in their own ways
+        return portable.rank_descending(values).argsort(dim=1)
+    return values.argsort(dim=1, descending=True, stable=True)
 
 
 def _join(alpha_slots: Tensor, beta_slots: Tensor, protected: int, r: int) -> Assignment:

@@ -34,15 +34,22 @@ def onnx_operators() -> Iterator[None]:
         _FOR_ONNX.reset(token)
 
 
+def for_onnx() -> bool:
+    """Whether the exported graph becomes an ONNX file."""
+    return _FOR_ONNX.get()
+
+
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x (B N C) by index (B M): B M C."""
-    batch, rows, channels = x.shape
-    if _FOR_ONNX.get():  # one node; `torch.gather` needs an index per channel
-        shape = (batch, index.shape[1], channels)
+    """Rows of x (B N …) by index (B M): B M …."""
+    if x.dim() == 2:
+        return x.gather(1, index)
+    batch, rows = x.shape[:2]
+    if for_onnx():  # one node; `torch.gather` needs an index per channel
+        shape = (batch, index.shape[1], *x.shape[2:])
         inputs = (x, index[..., None])
         return torch.onnx.ops.symbolic("GatherND", inputs, {"batch_dims": 1}, dtype=x.dtype, shape=shape)
     offsets = torch.arange(batch, device=x.device)[:, None] * rows
-    return x.reshape(batch * rows, channels).index_select(0, (index + offsets).flatten()).view(batch, -1, channels)
+    return x.flatten(0, 1).index_select(0, (index + offsets).flatten()).unflatten(0, index.shape)
 
 
 def rank_descending(values: Tensor) -> Tensor:

@@ -4,10 +4,11 @@ import copy
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from ..api import find_stack
 from ..core.portable import onnx_operators
 from ..errors import MctfError, did_you_mean, is_out_of_memory, shown
 from ..hosts import find_host
-from ..methods.base import check_whole
+from ..methods.base import Method, check_bool, check_whole
 from .exported import open_file
 from .formats import Format, find_format
 from .metadata import ExportMetadata
@@ -71,12 +72,15 @@ def export(
     The file is run on the images. Where it differs from the model by more than rounding (`mctf.deploy.parity`), the
     error says so and nothing is left behind.
     """
-    kind, file = find_format(format), _check_path(path, find_format(format))
+    kind, file = check_request(path, format)
     check_whole(1, optional=True, batch=batch)
     if dtype not in DTYPES:
         raise MctfError(f"dtype={shown(dtype)} is unknown: {did_you_mean(str(dtype), DTYPES)}")
-    _check_model(model)
-    kind.check_packages()
+    find_host(model)
+    stack = find_stack(model)
+    if stack is not None and stack.method.adaptive:
+        refuse_adaptive(stack.method)
+    check_bool(check=check)
     exact = dtype == "float32"
     model = _tensor_model(copy.deepcopy(model).eval().to("cpu", torch.float32))
     metadata = ExportMetadata.of(model, format=kind.name, dtype=dtype, batch=batch, name=name)
@@ -94,7 +98,7 @@ def export(
             if is_out_of_memory(failure):
                 raise
             raise MctfError(
-                f"the model cannot be written as {kind.name} ({first_line(failure)[:200]}): try another format"
+                f"the model cannot be written as {kind.name} ({_cause(failure)}): try another format"
             ) from failure
         del program
         parity: dict[int, Parity] = {}
@@ -114,13 +118,13 @@ def make_graph(model: nn.Module, size: tuple[int, int], *, batch: int | None, ki
     example = torch.zeros(batch or 2, 3, *size)  # a batch of 1 would be fixed
     shapes = None if batch else ({0: torch.export.Dim("batch", min=1, max=1 << 16)},)
     try:
-        with torch.no_grad(), _meaning(kind):
+        with torch.no_grad(), onnx_operators() if "onnx" in kind.packages else nullcontext():
             program = torch.export.export(model, (example,), dynamic_shapes=shapes, strict=False)
     except Exception as failure:  # whatever a model's own code does with sizes
         if is_out_of_memory(failure):
             raise
         raise MctfError(
-            f"the model cannot be exported ({first_line(failure)[:200]}): a fixed batch (--batch 1) may help"
+            f"the model cannot be exported ({_cause(failure)}): a fixed batch (--batch 1) may help"
         ) from failure
     own = sorted({str(node.target) for node in program.graph.nodes if str(node.target).startswith("mctf.")})
     if own:
@@ -130,10 +134,11 @@ def make_graph(model: nn.Module, size: tuple[int, int], *, batch: int | None, ki
     return program
 
 
-def _meaning(kind: Format) -> Any:
-    from contextlib import nullcontext
-
-    return onnx_operators() if "onnx" in kind.packages else nullcontext()
+def _cause(failure: BaseException) -> str:
+    """One line of the first of the errors behind an error: converters wrap them in pages of advice."""
+    while failure.__cause__ is not None:
+        failure = failure.__cause__
+    return first_line(failure)[:200]
 
 
 class _Float32(nn.Module):
@@ -157,25 +162,27 @@ def _tensor_model(model: Any) -> nn.Module:
     return ImageModel.of(model, {}).eval()
 
 
-def _check_path(path: object, kind: Format) -> Path:
+def check_request(path: object, format: object) -> tuple[Format, Path]:
+    """The format and the file to write; raises MctfError where it cannot be written, or a package is missing."""
+    kind = find_format(format)
     if not isinstance(path, (str, PathLike)) or not str(path):
         raise MctfError(f"path={shown(path)} is no file name: write model{kind.suffix}")
     file = Path(path)
     if file.suffix != kind.suffix:
         raise MctfError(f"{file.name} should end in {kind.suffix}, as {kind.name} files do")
     check_target(file)
-    return file
+    if file.exists() and not file.is_file():
+        raise MctfError(f"{file} is not a regular file: choose another file")
+    kind.check_packages()
+    return kind, file
 
 
-def _check_model(model: nn.Module) -> None:
-    """Raise MctfError for models whose shapes depend on the images."""
-    find_host(model)
-    stack = find_stack(model)
-    if stack is not None and stack.method.adaptive:
-        raise MctfError(
-            f"{stack.method.name} keeps as many tokens as each image needs, so its shapes depend on the data, "
-            "which an exported graph cannot: fuse with ward, mctf or another method of fixed counts"
-        )
+def refuse_adaptive(method: Method) -> NoReturn:
+    """Raise MctfError for a method whose shapes depend on the images."""
+    raise MctfError(
+        f"{method.name} keeps as many tokens as each image needs, so its shapes depend on the data, which an exported "
+        "graph cannot: choose ward, mctf or another method of fixed counts"
+    )
 
 
 def _check_images(images: object, size: tuple[int, int]) -> None:
@@ -207,7 +214,7 @@ def _check_parity(
             outputs = run_batches(run, images, size)
         except Exception as failure:
             raise MctfError(
-                f"the {kind.name} file does not run at batch {size} ({first_line(failure)[:200]}): nothing was written"
+                f"the {kind.name} file does not run at batch {size} ({_cause(failure)}): nothing was written"
             ) from failure
         parity[size] = Parity.of(outputs, reference, classifies=classifies)
     return parity, Parity.of(control, reference, classifies=classifies)

@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,11 @@ def format_of(path: Path) -> Format | None:
 
 
 def _write_onnx(program: ExportedProgram, path: Path, metadata: str) -> None:
-    from onnx_ir.passes.common import CommonSubexpressionEliminationPass
-
     table: Any = {torch.ops.aten.scaled_dot_product_attention.default: _onnx_attention()}
     with _quiet():
         onnx_program: Any = torch.onnx.export(
             program, dynamo=True, opset_version=OPSET, verbose=False, custom_translation_table=table
         )
-    CommonSubexpressionEliminationPass()(onnx_program.model)
     onnx_program.model.metadata_props[KEY] = metadata
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
     onnx_program.save(str(path), external_data=size > _LARGEST_ONNX)
@@ -79,7 +77,7 @@ def _write_onnx(program: ExportedProgram, path: Path, metadata: str) -> None:
 
 def _onnx_attention() -> Callable[..., Any]:
     """softmax(q kT * scale + mask) v for tensors of four axes; the exporter's own works out all shapes at run time."""
-    from onnxscript import opset18 as op
+    op: Any = import_module("onnxscript").opset18
 
     def attention(
         query: Any,
