@@ -117,6 +117,7 @@ def make_graph(model: nn.Module, size: tuple[int, int], *, batch: int | None, ki
     """The operations of a model as one graph, its batch free where `batch` is None."""
     example = torch.zeros(batch or 2, 3, *size)  # a batch of 1 would be fixed
     shapes = None if batch else ({0: torch.export.Dim("batch", min=1, max=1 << 16)},)
+    _without_masks(model)
     try:
         with torch.no_grad(), onnx_operators() if "onnx" in kind.packages else nullcontext():
             program = torch.export.export(model, (example,), dynamic_shapes=shapes, strict=False)
@@ -160,6 +161,22 @@ def _tensor_model(model: Any) -> nn.Module:
     from ..models.hf_images import ImageModel
 
     return ImageModel.of(model, {}).eval()
+
+
+def _without_masks(model: nn.Module) -> None:
+    """Let a model of transformers build no attention masks: while it is exported it would, though nothing is masked."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = [config for config in configs if hasattr(config, "_attn_implementation")]
+    if not configs:
+        return
+    import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    name = "mctf_export"
+    transformers.AttentionInterface.register(name, sdpa_attention_forward)
+    transformers.AttentionMaskInterface.register(name, lambda *_, **__: None)
+    for config in configs:
+        config._attn_implementation = name
 
 
 def check_request(path: object, format: object) -> tuple[Format, Path]:
