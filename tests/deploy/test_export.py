@@ -133,7 +133,7 @@ def test_a_file_that_differs_is_not_left(tmp_path: Path, monkeypatch: pytest.Mon
         return (lambda images: torch.zeros(len(images), CLASSES)), None
 
     monkeypatch.setattr(export_module, "open_file", other_model)
-    with pytest.raises(mctf.MctfError, match="does not compute what the model does .* nothing was written"):
+    with pytest.raises(mctf.MctfError, match=r"does not compute what the model does .* nothing was written"):
         mctf.export(tiny(depth=1), tmp_path / "tiny.pt2", "pt2")
     assert list(tmp_path.iterdir()) == []
 
@@ -155,6 +155,19 @@ def test_the_model_is_not_changed(tmp_path: Path) -> None:
     assert model.training
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(mctf.MctfError, match=r"onnxscript, which is not installed: pip install 'mctf\[export\]'"):
+        mctf.export(tiny(depth=1), tmp_path / "tiny.onnx")
+
+
+@pytest.mark.slow
+def test_an_operator_of_mctf_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(mctf.MctfError, match=r"calls mctf.agglomerate.default, which other runtimes do not have"):
+        mctf.export(fused(method="atc"), tmp_path / "tiny.pt2", "pt2")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_flips_are_told_from_rounding() -> None:

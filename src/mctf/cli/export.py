@@ -105,7 +105,8 @@ def command(
 
     wanted = options.pop("progress")
     limits = ReadLimits.of(**options)
-    format_name = format_name or {".xml": "openvino", ".pt2": "pt2"}.get(target.suffix, "onnx")
+    if format_name is None:
+        format_name = {".xml": "openvino", ".pt2": "pt2"}.get(target.suffix, "onnx")
     check_request(target, format_name)
     own = parse_options(pairs)
     request = FusionRequest.of(method, r=r, flops=flops, blocks=blocks, schedule=schedule, options=own)

@@ -17,9 +17,9 @@ from torch.export import ExportedProgram
 from .._utils import check_target, first_line
 from ..api import find_stack
 from ..core.portable import onnx_operators
-from ..errors import MctfError, did_you_mean, is_out_of_memory, shown
+from ..errors import MctfError, is_out_of_memory, shown
 from ..hosts import find_host
-from ..methods.base import Method, check_bool, check_whole
+from ..methods.base import Method, check_bool, check_choice, check_whole
 from .exported import open_file
 from .formats import Format, find_format
 from .metadata import ExportMetadata
@@ -74,8 +74,7 @@ def export(
     """
     kind, file = check_request(path, format)
     check_whole(1, optional=True, batch=batch)
-    if dtype not in DTYPES:
-        raise MctfError(f"dtype={shown(dtype)} is unknown: {did_you_mean(str(dtype), DTYPES)}")
+    check_choice(dtype=(dtype, DTYPES))
     find_host(model)
     stack = find_stack(model)
     if stack is not None and stack.method.adaptive:

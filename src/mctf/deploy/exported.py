@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._utils import first_line
 from ..errors import MctfError, shown
-from .formats import FORMATS, SUFFIXES, Format, Run, format_of
+from .formats import SUFFIXES, Format, Run, format_of, quiet
 from .metadata import ExportMetadata
 
 Images = TypeVar("Images", Tensor, np.ndarray)
@@ -53,8 +53,12 @@ def load_exported(path: str | PathLike[str], *, threads: int | None = None) -> E
     if not isinstance(path, (str, PathLike)):
         raise MctfError(f"path={shown(path)} is no file name: pass the path of an exported file")
     file = Path(path)
-    if not file.is_file():
-        raise MctfError(f"there is no file {file}: write it with mctf.export or mctf export")
+    try:
+        exists = file.is_file()
+    except (OSError, ValueError):  # a name that no file system takes
+        exists = False
+    if not exists:
+        raise MctfError(f"there is no file {shown(str(file))}: write it with mctf.export or mctf export")
     kind = format_of(file)
     if kind is None:
         raise MctfError(f"{file} is no exported file: its name should end in {', '.join(SUFFIXES)}")
@@ -66,7 +70,8 @@ def load_exported(path: str | PathLike[str], *, threads: int | None = None) -> E
 def open_file(kind: Format, path: Path, threads: int | None = None) -> tuple[Run, str | None]:
     """The function in a file and its metadata; raises MctfError where the runtime cannot load it."""
     try:
-        return kind.load(path, threads)
+        with quiet():
+            return kind.load(path, threads)
     except Exception as failure:  # every runtime has classes of its own
         raise MctfError(
             f"{path.name} cannot be loaded as {kind.name} ({first_line(failure)[:200]}): export the model again"
@@ -76,6 +81,3 @@ def open_file(kind: Format, path: Path, threads: int | None = None) -> tuple[Run
 def is_exported(name: str) -> bool:
     """Whether a model's name is an exported file: by its suffix, as no model's name ends so."""
     return Path(name).suffix in SUFFIXES and not name.startswith("hf:")
-
-
-__all__ = ["FORMATS", "ExportedModel", "is_exported", "load_exported", "open_file"]

@@ -66,7 +66,7 @@ def format_of(path: Path) -> Format | None:
 
 def _write_onnx(program: ExportedProgram, path: Path, metadata: str) -> None:
     table: Any = {torch.ops.aten.scaled_dot_product_attention.default: _onnx_attention()}
-    with _quiet():
+    with quiet():
         onnx_program: Any = torch.onnx.export(
             program, dynamo=True, opset_version=OPSET, verbose=False, custom_translation_table=table
         )
@@ -119,7 +119,7 @@ def _write_openvino(program: ExportedProgram, path: Path, metadata: str) -> None
 
     onnx_path = path.with_suffix(".onnx")
     _write_onnx(program, onnx_path, metadata)
-    with _quiet():
+    with quiet():
         model = openvino.convert_model(str(onnx_path))
     for part in path.parent.glob(f"{onnx_path.name}*"):
         part.unlink()
@@ -145,7 +145,7 @@ def _load_openvino(path: Path, threads: int | None) -> tuple[Run, str | None]:
 def _write_aoti(program: ExportedProgram, path: Path, metadata: str) -> None:
     from torch._inductor import aoti_compile_and_package
 
-    with _quiet():
+    with quiet():
         aoti_compile_and_package(
             program, package_path=str(path), inductor_configs={"aot_inductor.metadata": {KEY: metadata}}
         )
@@ -169,7 +169,7 @@ def _load_pt2(path: Path, threads: int | None) -> tuple[Run, str | None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the progress reports, warnings and logs of converters."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
