@@ -40,16 +40,17 @@ def for_onnx() -> bool:
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x (B N …) by index (B M): B M …."""
+    """Rows of x (B N …) by index (B M, or B M 1): B M …."""
     if x.dim() == 2:
         return x.gather(1, index)
     batch, rows = x.shape[:2]
     if for_onnx():  # one node; `torch.gather` needs an index per channel
         shape = (batch, index.shape[1], *x.shape[2:])
-        inputs = (x, index[..., None])
+        inputs = (x, index if index.dim() == 3 else index[..., None])
         return torch.onnx.ops.symbolic("GatherND", inputs, {"batch_dims": 1}, dtype=x.dtype, shape=shape)
+    index = index.flatten(1)
     offsets = torch.arange(batch, device=x.device)[:, None] * rows
-    return x.flatten(0, 1).index_select(0, (index + offsets).flatten()).unflatten(0, index.shape)
+    return x.flatten(0, 1).index_select(0, (index + offsets).flatten()).unflatten(0, index.shape[:2])
 
 
 def rank_descending(values: Tensor) -> Tensor:
@@ -115,19 +116,19 @@ def cluster(
     twins = ((mass[:, None, :] == mass[:, :, None]) & (index < index[:, None])).to(mass.dtype).sum(dim=2)
     mass = (mass - mass * twins * (2 * torch.finfo(mass.dtype).eps))[:, :, None]  # B n 1, as all vectors below
     distances = F.relu(1 - unit @ unit.transpose(1, 2))  # half the squared ones: in the same order
-    itself = None
+    itself = torch.where(mass > 0, index[:, None], 0)  # B n 1, without a shape to work out
     roots: list[Tensor] = []
     joined: list[Tensor] = []
     for k in joining_per_round:
         mine = mass.reciprocal()  # infinite for tokens that joined: nothing joins them
         other = mine.transpose(1, 2)
-        best, partner = torch.where(other < mine, distances / (mine + other), inf).min(dim=2, keepdim=True)
-        if itself is None:
-            itself = partner * 0 + index[:, None]
-        else:
+        costs = torch.where(other < mine, distances / (mine + other), inf)
+        best = costs.amin(dim=2, keepdim=True)
+        if joined:
             best = torch.where(mass > 0, best, inf)
         joining = best.topk(k, dim=1, largest=False).indices  # B k 1
-        parent = itself.scatter(1, joining, partner.gather(1, joining))
+        partner = gather_rows(costs, joining).argmin(dim=2, keepdim=True)  # of few tokens: a search is slow
+        parent = itself.scatter(1, joining, partner)
         for _ in range((k - 1).bit_length()):  # a partner may join another: chains of at most k tokens
             parent = parent.gather(1, parent)
         roots.append(parent.gather(1, roots[-1]) if roots else parent)
