@@ -222,7 +222,13 @@ def _check_parity(
     reference = run_batches(model, images, _LARGER_BATCH)
     other = torch.float64 if metadata.dtype == "float32" else getattr(torch, metadata.dtype)
     control = run_batches(_Float32(copy.deepcopy(model), other), images, _LARGER_BATCH)
-    run, _ = open_file(kind, path)
+    try:
+        run, _ = open_file(kind, path)
+    except MctfError as failure:
+        raise MctfError(
+            f"{kind.name} does not run the file in {metadata.dtype} here ({_cause(failure)}): nothing was written; "
+            "choose another dtype, or --no-check to write it for another machine"
+        ) from failure
     sizes = (1, min(_LARGER_BATCH, len(images))) if metadata.batch is None else (metadata.batch,)
     parity = {}
     for size in dict.fromkeys(sizes):

@@ -22,7 +22,7 @@ from .._utils import optional_import
 from ..errors import MctfError, did_you_mean, shown
 from .metadata import KEY
 
-OPSET = 18
+OPSET, BFLOAT16_OPSET = 18, 22  # the first with the operators of a fused model, and with bfloat16 convolutions
 _LARGEST_ONNX = 1_800_000_000  # bytes; a protobuf ends at 2 GiB, and larger weights lie in a file of their own
 _METADATA_FILE = "mctf.json"
 
@@ -65,10 +65,12 @@ def format_of(path: Path) -> Format | None:
 
 
 def _write_onnx(program: ExportedProgram, path: Path, metadata: str) -> None:
+    reduced = any(value.dtype == torch.bfloat16 for value in program.state_dict.values())
+    opset = BFLOAT16_OPSET if reduced else OPSET
     table: Any = {torch.ops.aten.scaled_dot_product_attention.default: _onnx_attention()}
     with quiet():
         onnx_program: Any = torch.onnx.export(
-            program, dynamo=True, opset_version=OPSET, verbose=False, custom_translation_table=table
+            program, dynamo=True, opset_version=opset, verbose=False, custom_translation_table=table
         )
     onnx_program.model.metadata_props[KEY] = metadata
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
