@@ -8,7 +8,6 @@ from mctf.core import clustering
 from mctf.core.assignment import Assignment
 from mctf.kernels import clustering as clustering_ops
 
-
 ONE_PROGRAM = [
     (37, 1, 8, 4),
     (20, 0, 9, 4),
