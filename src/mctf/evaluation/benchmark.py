@@ -57,7 +57,7 @@ class BenchmarkConfig:
     """What is timed: methods with one r, at one batch and image size.
 
     flops, schedule: in place of r, a share of the baseline's FLOPs, or a schedule with its method.
-    trim_last: as for `mctf.fuse`, for the methods and for the free-drop upper bound.
+    trim_last: as for `mctf.fuse`, for all methods; the free-drop upper bound, too, where its last block drops nothing.
     """
 
     methods: tuple[str, ...]
