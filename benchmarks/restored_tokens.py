@@ -1,7 +1,7 @@
 """What restored tokens are like: `python benchmarks/restored_tokens.py MODEL --data IMAGES.zip [--weights FILE]`.
 
 Cosine to the unfused model, the mean over images, for tokens restored by a copy of their fused token and by their
-residual, per method at an equal share of the FLOPs:
+residual (copy / residual), per method at an equal share of the FLOPs:
 
     patches       final normalized patches of `forward_features`, the mean over patches
     block i       patches after block i of `forward_intermediates`, the mean over patches
@@ -76,10 +76,12 @@ def main() -> None:
 
     names = list(next(iter(sums.values())))
     print(f"{given['model']}, {images} images, {share:.0%} of the FLOPs\n")
-    print("| method | restore | " + " | ".join(names) + " |")
-    print("|---|---|" + "---:|" * len(names))
-    for (method, restore), row in sums.items():
-        print(f"| `{method}` | {restore} | " + " | ".join(f"{row[name] / images:.4f}" for name in names) + " |")
+    print("| copy / residual | " + " | ".join(names) + " |")
+    print("|---|" + "---:|" * len(names))
+    for method in methods:
+        rows = [sums[method, restore] for restore in ("copy", "residual")]
+        cells = [" / ".join(f"{row[name] / images:.4f}" for row in rows) for name in names]
+        print(f"| `{method}` | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
