@@ -162,6 +162,20 @@ def test_gradients_and_checkpoints(method: str, reentrant: bool) -> None:
         torch.testing.assert_close(gradients[0], other, **CLOSE)
 
 
+@pytest.mark.parametrize("name", ["mean_pool", "post_norm", "registers"])
+@torch.no_grad()
+def test_dtypes_under_autocast_are_those_of_copies(name: str) -> None:
+    model = make(name)
+    images, dtypes = make_images(model, 2), []
+    for restore in ("copy", "residual"):
+        mctf.fuse(model, r=8, restore=restore)
+        with torch.autocast("cpu", torch.bfloat16):
+            final, maps = model.forward_intermediates(images)
+        dtypes.append([each.dtype for each in (final, *maps)])
+        mctf.unfuse(model)
+    assert dtypes[0] == dtypes[1]
+
+
 def test_iteration_holds_one_residual() -> None:
     model, x = fused(), draw_tokens()
     blocks = list(model.blocks)

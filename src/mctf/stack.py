@@ -117,7 +117,7 @@ class State:
         if self.positions is None:
             return x
         copied = self.positions.source.unpool(x)
-        return copied if self.residual is None else copied + self.residual
+        return copied if self.residual is None else copied + self.residual.to(copied.dtype)
 
 
 class FusedStack(nn.Module):
