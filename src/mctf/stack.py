@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from . import kernels
@@ -105,11 +106,13 @@ class State:
         """
         if output.assignment is None:
             return State(output.sizes, self.positions, output.method_state, self.residual)
-        residual = None
-        if residual_of is not None:
-            mean, _ = kernels.merge(residual_of, output.assignment, weights=output.weights)
+        residual, weights = None, output.weights
+        if residual_of is not None and weights is not None:
+            # residuals cancel in the mean as exactly as its weights are divided: in float64 for tokens in float64
+            weights = weights.to(torch.promote_types(weights.dtype, residual_of.dtype))
+            mean, _ = kernels.merge(residual_of, output.assignment, weights=weights)
             residual = self.unpool(residual_of - output.assignment.unpool(mean))
-        positions = positions_after(self.positions, output.assignment, output.weights if shares else None)
+        positions = positions_after(self.positions, output.assignment, weights if shares else None)
         return State(output.sizes, positions, output.method_state, residual)
 
     def unpool(self, x: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def test_sdpa_and_eager_attention_agree(name: str) -> None:
     model.set_attn_implementation("sdpa")
     fast = run(model, images)
     model.set_attn_implementation("eager")
-    torch.testing.assert_close(run(model, images), fast, atol=1e-5, rtol=1e-5)  # pooling weights are float32
+    torch.testing.assert_close(run(model, images), fast, atol=1e-5, rtol=1e-5)  # the weights of pooling are float32
 
 
 @pytest.mark.parametrize("name", ["hf_vit", "hf_deit", "hf_clip", "hf_siglip", "hf_dinov2", "hf_dinov3", "hf_beit"])
