@@ -113,6 +113,18 @@ def test_methods_that_restore_tokens_themselves_keep_to_copies(method: str) -> N
     assert torch.equal(*features)
 
 
+def test_a_head_that_reads_the_tokens_that_are_left_gets_them_from_an_iteration_too() -> None:
+    model = make("lvvit").double().train()
+    images = make_images(model, 2)
+    logits = mctf.fuse(model, "ward", r=8)(images)
+    model.set_grad_checkpointing(True)
+    torch.testing.assert_close(model(images), logits)
+    mctf.fuse(mctf.unfuse(model), "ward", r=8, dense=True)
+    dense = model(images)
+    model.set_grad_checkpointing(False)
+    torch.testing.assert_close(model(images), dense)
+
+
 @every_method
 @pytest.mark.parametrize("name", ["plain", "mean_pool", "registers"])
 @torch.no_grad()

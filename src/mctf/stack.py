@@ -194,8 +194,13 @@ class FusedStack(nn.Module):
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether restored tokens get back what fusing took from them."""
-        return self.restore == "residual" and not self.method.restores_tokens
+        """Whether restored tokens get back what fusing took from them.
+
+        Not for a head that reads the tokens that are left, as LV-ViT's second classifier: it would get others from an
+        iteration (gradient checkpointing) than from a call.
+        """
+        wanted = self.restore == "residual" and not self.method.restores_tokens
+        return wanted and (self.dense or self.host.reads_every_token or self.host.reads_protected_only)
 
     def fuses(self) -> bool:
         """Whether any block reduces its tokens."""
