@@ -280,6 +280,7 @@ class FusedStack(nn.Module):
             training=self.training,
             next_reduces=any(schedule[index + 1 : index + 2]),
             amount=amount,
+            dense=self.dense,
         )
         block = self.host.ops(self.block_modules()[index], arguments, state.positions)
         output = self.method.run(block, x, state.sizes, ctx)
