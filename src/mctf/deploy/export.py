@@ -124,7 +124,7 @@ def make_graph(model: nn.Module, size: tuple[int, int], *, batch: int | None, ki
         if is_out_of_memory(failure):
             raise
         raise MctfError(
-            f"the model cannot be exported ({_cause(failure)}): a fixed batch (--batch 1) may help"
+            f"the model cannot be exported ({_cause(failure)}): a fixed batch (batch=1, --batch 1) may help"
         ) from failure
     own = sorted({str(node.target) for node in program.graph.nodes if str(node.target).startswith("mctf.")})
     if own:

@@ -70,7 +70,13 @@ def _write_onnx(program: ExportedProgram, path: Path, metadata: str) -> None:
     table: Any = {torch.ops.aten.scaled_dot_product_attention.default: _onnx_attention()}
     with quiet():
         onnx_program: Any = torch.onnx.export(
-            program, dynamo=True, opset_version=opset, verbose=False, custom_translation_table=table
+            program,
+            dynamo=True,
+            opset_version=opset,
+            verbose=False,
+            input_names=["images"],
+            output_names=["outputs"],
+            custom_translation_table=table,
         )
     onnx_program.model.metadata_props[KEY] = metadata
     size = sum(tensor.nbytes for tensor in program.state_dict.values())

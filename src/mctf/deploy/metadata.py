@@ -1,7 +1,7 @@
 """What an exported file says about itself, as one JSON object: preprocessing, classes, fusion, cost."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from .. import __version__
@@ -44,13 +44,15 @@ class ExportMetadata:
     @classmethod
     def of(cls, model: Any, *, format: str, dtype: str, batch: int | None, name: str | None = None) -> Self:
         """The facts of a model, fused or not. name: in place of the name of its architecture."""
-        stack, image_size = find_stack(model), Preprocessing.of(model).image_size
+        stack, host, preprocessing = find_stack(model), find_host(model), Preprocessing.of(model)
+        if not hasattr(model, "pretrained_cfg"):  # a model of one's own says nothing but its size
+            preprocessing = replace(preprocessing, image_size=host.image_size)
         amounts: dict[str, Any] = {"r": 0}
         if stack is not None:
             options = {field.name: getattr(stack.method, field.name) for field in fields(stack.method)}  # type: ignore[arg-type]
             amounts = {"r": stack.schedule, "method": stack.method.name, "trim_last": stack.trim_last, **options}
             amounts["dense"] = stack.dense
-        planned = plan(model, architecture=find_host(model).architecture(image_size), **amounts)
+        planned = plan(model, architecture=host.architecture(preprocessing.image_size), **amounts)
         classes = getattr(model, "num_classes", 0) or 0
         return cls(
             version=__version__,
@@ -65,7 +67,7 @@ class ExportMetadata:
             token_counts=tuple(planned.token_counts),
             gflops=planned.gflops,
             gflops_base=planned.gflops_base,
-            preprocessing=Preprocessing.of(model),
+            preprocessing=preprocessing,
             class_names=class_labels(model) if classes else (),
         )
 
