@@ -1,26 +1,12 @@
-"""Tiny models and their exported files."""
+"""Exported files that several tests read."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import mctf
-from helpers.models import make
+from helpers.exporting import fused, tiny
 from mctf.deploy.export import ExportReport
-
-Exporter = Callable[..., ExportReport]
-
-
-def fused(name: str = "plain", method: str = "ward", **options: Any) -> Any:
-    """A tiny model that fuses in the first of its blocks."""
-    return mctf.fuse(tiny(name), method, r=3, blocks=[0], **options)
-
-
-def tiny(name: str = "plain", *, depth: int = 2) -> Any:
-    """A model of few blocks: exporting takes a second per block."""
-    return make(name) if name.startswith("hf_") else make(name, depth=depth)
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.conftest import tiny
 from helpers.command_line import Command
+from helpers.exporting import tiny
 from helpers.images import write_folder
 from mctf.models import loading
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import mctf
-from deploy.conftest import fused, tiny
+from helpers.exporting import fused, tiny
 from helpers.images import make_picture
 from helpers.models import CLASSES, make_images, run
 from mctf.deploy import export as export_module

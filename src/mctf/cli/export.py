@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..core.schedule import ReductionSpec
-    from ..data import ReadLimits
+    from ..data import ImageDataset
     from ..deploy.export import ExportReport
 
 
@@ -97,8 +97,9 @@ def command(
     """
     check_outputs(target, inputs=(data, weights, schedule))
 
-    from ..data import ReadLimits
-    from ..deploy.export import check_request, export
+    from ..api import fuse
+    from ..data import ReadLimits, open_dataset
+    from ..deploy.export import check_request, export, refuse_adaptive
     from ..evaluation.environment import set_threads
     from ..models.loading import load_described
     from ..planning import FusionRequest
@@ -111,17 +112,14 @@ def command(
     own = parse_options(pairs)
     request = FusionRequest.of(method, r=r, flops=flops, blocks=blocks, schedule=schedule, options=own)
     if request.method.adaptive:
-        from ..deploy.export import refuse_adaptive
-
         refuse_adaptive(request.method)
+    dataset = None if data is None else open_dataset(data, limits=limits).spaced(count)
     set_threads(threads)
     with progress(f"loading {model}", wanted=wanted) as bar:
         loaded, _ = load_described(model, weights=weights, random=random_weights, image_size=image_size)
         if r != 0:
-            from ..api import fuse
-
             fuse(loaded, method, r=r, flops=flops, blocks=blocks, schedule=schedule, **own)
-        images = None if data is None else _images(loaded, data, count, limits)
+        images = None if dataset is None else _images(loaded, dataset)
         report = export(
             loaded,
             target,
@@ -146,15 +144,14 @@ def command(
         _print(report)
 
 
-def _images(model: "nn.Module", data: str, count: int, limits: "ReadLimits") -> "Tensor":
-    """Images of a dataset, evenly spaced, preprocessed for the model."""
+def _images(model: "nn.Module", dataset: "ImageDataset") -> "Tensor":
+    """All images of a dataset, preprocessed for the model."""
     import torch
 
-    from ..data import Preprocessing, open_dataset
+    from ..data import Preprocessing
 
     transform = Preprocessing.of(model).transform()
-    chosen = open_dataset(data, limits=limits).spaced(count)
-    return torch.stack([transform(image) for _, image in chosen.readable(skip=False)])
+    return torch.stack([transform(image) for _, image in dataset.readable(skip=False)])
 
 
 def _print(report: "ExportReport") -> None:

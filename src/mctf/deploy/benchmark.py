@@ -18,6 +18,7 @@ from ..evaluation.fidelity import kl_divergence
 from ..evaluation.timing import time_interleaved, why_inconclusive
 from .export import export
 from .exported import ExportedModel, load_exported
+from .formats import find_format
 from .metadata import ExportMetadata
 from .parity import generated_images, run_batches
 
@@ -37,8 +38,8 @@ class Contender:
     @classmethod
     def of_file(cls, model: ExportedModel) -> "Contender":
         facts = model.metadata
-        files = [model.path, *(model.path.with_suffix(suffix) for suffix in (".bin",)), Path(f"{model.path}.data")]
-        size = sum(file.stat().st_size for file in files if file.is_file())
+        weights = model.path.with_suffix(".bin") if facts.format == "openvino" else Path(f"{model.path}.data")
+        size = sum(file.stat().st_size for file in (model.path, weights) if file.is_file())
         return cls(model.path.name, facts.format, model, facts, size)
 
     @classmethod
@@ -48,8 +49,6 @@ class Contender:
             weights = sum(value.nbytes for value in model.state_dict().values())
             metadata = ExportMetadata.of(model, format=TORCH, dtype="float32", batch=None, name=name)
             return cls(f"{label}, {format}", format, model.eval(), metadata, weights)
-        from .formats import find_format
-
         folder.mkdir(parents=True)
         report = export(model, folder / f"model{find_format(format).suffix}", format, name=name)
         return cls(f"{label}, {format}", format, load_exported(report.path), report.metadata, report.bytes)

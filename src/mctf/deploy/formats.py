@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from .metadata import KEY
 
 OPSET, BFLOAT16_OPSET = 18, 22  # the first with the operators of a fused model, and with bfloat16 convolutions
 _LARGEST_ONNX = 1_800_000_000  # bytes; a protobuf ends at 2 GiB, and larger weights lie in a file of their own
+_BATCH_SIZES = 4  # that OpenVINO keeps compiled
 _METADATA_FILE = "mctf.json"
 
 Run = Callable[[Tensor], Tensor]
@@ -142,10 +144,18 @@ def _load_openvino(path: Path, threads: int | None) -> tuple[Run, str | None]:
     model = core.read_model(str(path))
     config = {"INFERENCE_NUM_THREADS": threads or torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
     metadata = model.get_rt_info([KEY]).astype(str) if model.has_rt_info([KEY]) else None
-    compiled = core.compile_model(model, "CPU", config)
+
+    @lru_cache(maxsize=_BATCH_SIZES)
+    def compiled(batch: int) -> Any:
+        """The model for one batch size: with a free batch every operator works out its shapes in every pass."""
+        fixed = model.clone()
+        fixed.reshape({0: openvino.PartialShape([batch, *list(model.input(0).partial_shape)[1:]])})
+        return core.compile_model(fixed, "CPU", config)
+
+    compiled(1 if model.input(0).partial_shape[0].is_dynamic else model.input(0).partial_shape[0].get_length())
 
     def run(images: Tensor) -> Tensor:
-        return torch.from_numpy(compiled(images.numpy())[0].copy())
+        return torch.from_numpy(compiled(len(images))(images.numpy())[0].copy())
 
     return run, metadata
 

@@ -1,0 +1,16 @@
+"""Tiny models to export: a file takes a second or more per block."""
+
+from typing import Any
+
+import mctf
+from helpers.models import make
+
+
+def tiny(name: str = "plain", *, depth: int = 2) -> Any:
+    """A model of few blocks."""
+    return make(name) if name.startswith("hf_") else make(name, depth=depth)
+
+
+def fused(name: str = "plain", method: str = "ward", **options: Any) -> Any:
+    """A tiny model that fuses in the first of its blocks."""
+    return mctf.fuse(tiny(name), method, r=3, blocks=[0], **options)
