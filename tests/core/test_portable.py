@@ -44,19 +44,22 @@ def test_sums_over_slots(tokens: int, count: int) -> None:
 
 @pytest.mark.parametrize(("n", "r", "rounds"), [(12, 5, 1), (40, 16, 4), (40, 3, 4), (63, 31, 2)])
 @pytest.mark.parametrize("protected", [0, 1, 5])
-def test_clusters_are_the_same(n: int, r: int, rounds: int, protected: int) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_clusters_are_the_same(n: int, r: int, rounds: int, protected: int, whole: bool) -> None:
     x, weights = draw(4, protected + n, 8), draw(4, protected + n, seed=1).abs() + 0.1
+    weights = weights.mul(3).ceil() if whole else weights
     distances = clustering.squared_distances(x, protected=protected)
     plain = clustering.cluster(distances, weights, r, protected=protected, rounds=rounds)
-    exported = clustering.cluster_exported(x, weights, r, protected=protected, rounds=rounds)
+    exported = clustering.cluster_exported(x, weights, r, protected=protected, rounds=rounds, many_ties=whole)
     assert torch.equal(exported.slots, plain.slots)
     assert exported.split is not None
     torch.testing.assert_close(portable.sum_slots(x, exported.split), plain.sum(x))
 
 
-def test_equal_tokens_are_clustered_too() -> None:
+@pytest.mark.parametrize("many_ties", [False, True])
+def test_equal_tokens_are_clustered_too(many_ties: bool) -> None:
     x, weights = torch.ones(2, 41, 8), torch.ones(2, 41)
-    exported = clustering.cluster_exported(x, weights, 20, protected=1, rounds=4)
+    exported = clustering.cluster_exported(x, weights, 20, protected=1, rounds=4, many_ties=many_ties)
     for slots in exported.slots:
         assert slots.unique().tolist() == list(range(21))
     assert exported.total(weights).sum(dim=1).tolist() == [41, 41]
@@ -73,9 +76,14 @@ def test_models(name: str, method: str, exporting: Any) -> None:
     check(name, method, exporting)
 
 
-def check(name: str, method: str, exporting: Any) -> None:
+@pytest.mark.parametrize("method", ["ward", "mctf"])
+def test_dense_models(method: str, exporting: Any) -> None:
+    check("mean_pool_prefix", method, exporting, dense=True)
+
+
+def check(name: str, method: str, exporting: Any, **options: Any) -> None:
     """A fused model gives the same in float64, with the plain operations and with those of exported graphs."""
-    model = mctf.fuse(make(name), method, r=3, blocks=range(1, DEPTH - 1)).double()
+    model = mctf.fuse(make(name), method, r=3, blocks=range(1, DEPTH - 1), **options).double()
     images = make_images(model, 3)
     with torch.no_grad():
         expected = run(model, images)

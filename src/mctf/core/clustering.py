@@ -66,10 +66,10 @@ def cluster(distances: Tensor, weights: Tensor, r: int, *, protected: int, round
     return Assignment.of_roots(root, n - r, protected=protected)
 
 
-def cluster_exported(x: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int) -> Assignment:
-    """`cluster` of tokens x (B N C) in the form for exported graphs."""
-    unit, mass = unit_rows(x)[:, protected:], weights[:, protected:]
-    root, split = portable.cluster(unit, mass, _joining_per_round(r, rounds), protected=protected)
+def cluster_exported(x: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int, many_ties: bool) -> Assignment:
+    """`cluster` of tokens x (B N C) in the form for exported graphs. many_ties: weights are whole numbers."""
+    unit, mass, joining = unit_rows(x)[:, protected:], weights[:, protected:], _joining_per_round(r, rounds)
+    root, split = portable.cluster(unit, mass, joining, protected=protected, many_ties=many_ties)
     return replace(Assignment.of_roots(root, root.shape[1] - r, protected=protected), split=split)
 
 

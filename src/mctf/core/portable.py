@@ -100,21 +100,23 @@ def sum_slots(x: Tensor, split: SlotSplit) -> Tensor:
 
 
 def cluster(
-    unit: Tensor, mass: Tensor, joining_per_round: Sequence[int], *, protected: int
+    unit: Tensor, mass: Tensor, joining_per_round: Sequence[int], *, protected: int, many_ties: bool
 ) -> tuple[Tensor, SlotSplit]:
     """Root of each token (B n) after rounds of clustering, and the same as a split of all tokens.
 
-    unit: B n C, rows of length 1. mass: B n, above 0. As `core.clustering.cluster`, by matrix products: with T the
-    targets of the joining tokens (k n, one-hot), J those tokens and p their shares in their clusters, distances change
-    by matrices of rank k,
+    unit: B n C, rows of length 1. mass: B n, above 0. many_ties: masses are whole numbers, which tie in every round.
+    As `core.clustering.cluster`, by matrix products: with T the targets of the joining tokens (k n, one-hot), J those
+    tokens and p their shares in their clusters, distances change by matrices of rank k,
 
         L = p (J - T),    V = L D + (L D LT) T / 2,    D' = D + TT V + VT T, less half the spread of each cluster
     """
     n, inf = mass.shape[1], float("inf")
     index = torch.arange(n, device=mass.device)
-    # Of equal weights the earlier counts as the larger: one step of rounding orders them for all rounds.
-    twins = ((mass[:, None, :] == mass[:, :, None]) & (index < index[:, None])).to(mass.dtype).sum(dim=2)
-    mass = (mass - mass * twins * (2 * torch.finfo(mass.dtype).eps))[:, :, None]  # B n 1, as all vectors below
+    earlier = index < index[:, None]
+    mass = mass[:, :, None]  # B n 1, as all vectors below
+    if not many_ties:  # of equal ones the earlier counts as the larger: one step of rounding orders them for all rounds
+        twins = ((mass.transpose(1, 2) == mass) & earlier).to(mass.dtype).sum(dim=2, keepdim=True)
+        mass = mass - mass * twins * (2 * torch.finfo(mass.dtype).eps)
     distances = F.relu(1 - unit @ unit.transpose(1, 2))  # half the squared ones: in the same order
     itself = torch.where(mass > 0, index[:, None], 0)  # B n 1, without a shape to work out
     roots: list[Tensor] = []
@@ -122,7 +124,8 @@ def cluster(
     for k in joining_per_round:
         mine = mass.reciprocal()  # infinite for tokens that joined: nothing joins them
         other = mine.transpose(1, 2)
-        costs = torch.where(other < mine, distances / (mine + other), inf)
+        larger = (other < mine) | ((other == mine) & earlier) if many_ties else other < mine
+        costs = torch.where(larger, distances / (mine + other), inf)
         best = costs.amin(dim=2, keepdim=True)
         if joined:
             best = torch.where(mass > 0, best, inf)
@@ -149,5 +152,7 @@ def cluster(
     stays = root == index
     kept = torch.where(stays, n - index, 0).topk(n - others.shape[1], dim=1).indices
     slots = stays.cumsum(1).gather(1, root.gather(1, others)) + (protected - 1)
-    offset = F.pad(index.new_full((n,), protected), (protected, 0)) + F.pad(index[:protected], (0, n))
+    offset = F.pad(index.new_full((n,), protected), (protected, 0)) + F.pad(
+        torch.arange(protected, device=mass.device), (0, n)
+    )
     return root, SlotSplit(F.pad(torch.cat([kept, others], dim=1), (protected, 0)) + offset, slots)

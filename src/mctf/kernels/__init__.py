@@ -164,7 +164,10 @@ def cluster(
         slots, order, start = clustering_ops.cluster(x, weights, r, protected, rounds)
         return Assignment(slots, x.shape[1] - r, order, start), a, weights
     if portable.exporting():
-        return core_clustering.cluster_exported(x, weights, r, protected=protected, rounds=rounds), a, weights
+        assignment = core_clustering.cluster_exported(
+            x, weights, r, protected=protected, rounds=rounds, many_ties=received is None
+        )
+        return assignment, a, weights
     distances = core_clustering.squared_distances(x, protected=protected)
     return core_clustering.cluster(distances, weights, r, protected=protected, rounds=rounds), a, weights
 
