@@ -22,7 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .core.positions import TokenPositions, positions_after
 from .core.schedule import Amount, ReductionSpec, plain_r, reductions, stage_of
@@ -134,6 +136,7 @@ class FusedStack(nn.Module):
         self.schedule: tuple[Amount, ...] = ()
         self._layers = (layers,)  # in a tuple: not to be registered
         self.set_r(r)
+        self.fused_r = self.r  # what the layers were made for
         self.bound_block: type[BoundBlock] = BoundBlock  # what an iteration yields; a host may have its own kind
         self._container = (container,)  # in a tuple: as an attribute it would register all blocks twice
         self._observers: list[Observer] = []
@@ -180,6 +183,7 @@ class FusedStack(nn.Module):
 
         schedule: one amount per block for this pass alone, in place of the stack's own.
         """
+        _refuse_proxy(x)
         schedule = self.schedule if schedule is None else schedule
         arguments = self.host.arguments(*args, **kwargs)
         unpool, shares = self.dense or self.host.reads_every_token, self.host.uses_positions
@@ -297,6 +301,15 @@ class FusedStack(nn.Module):
         )
 
 
+def _refuse_proxy(x: object) -> None:
+    """Raise MctfError while torch.fx traces a model: fusing reads the values of tokens."""
+    if isinstance(x, Proxy):
+        raise MctfError(
+            "a fused model cannot be traced by torch.fx, as fusing reads the values of tokens: use timm's "
+            "forward_intermediates for features, torch.export or torch.jit.trace for a graph"
+        )
+
+
 class Run:
     """The states between the blocks of one iteration; kept per block so that recomputation finds its own.
 
@@ -355,6 +368,7 @@ class BoundBlock(_BlockProxy):
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """B N C -> B N C: fuses inside, returns for each input token the value of its fused token."""
+        _refuse_proxy(x)
         run, index = self._run, self._index
         stack = run.stack
         arguments = stack.host.arguments(*args, **kwargs)
@@ -373,6 +387,6 @@ class BoundBlock(_BlockProxy):
         if index + 1 == stack.depth:
             restored = stack.method.restore_tokens(output.x, state.method_state)
             result = result if restored is None else restored
-        # with gradient a checkpointed block must depend on nothing but what it is given
-        run.last = None if result.requires_grad else (result, output.x)
+        # with gradient a checkpointed block must depend on nothing but what it is given; a trace has no gradient
+        run.last = None if result.requires_grad and not torch.jit.is_tracing() else (result, output.x)
         return result
