@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from ._sharding import run_in_call
 from .core.positions import TokenPositions, positions_after
 from .core.schedule import Amount, ReductionSpec, plain_r, reductions, stage_of
 from .core.selection import fill_padding
@@ -246,8 +247,9 @@ class FusedStack(nn.Module):
             next_reduces=any(schedule[index + 1 : index + 2]),
             amount=amount,
         )
-        block = self.host.ops(self.block_modules()[index], arguments, state.positions)
-        output = self.method.run(block, x, state.sizes, ctx)
+        module = self.block_modules()[index]
+        block = self.host.ops(module, arguments, state.positions)
+        output = run_in_call(module, lambda x: self.method.run(block, x, state.sizes, ctx), x)
         if not isinstance(output, BlockOutput):
             raise MctfError(f"`run` of {self.method.name} returns {type(output).__name__}: return a BlockOutput")
         return output
@@ -332,7 +334,9 @@ class Run:
 
 
 class _BlockProxy:
-    """Reads and writes the attributes of a block."""
+    """Reads and writes the attributes of a block, and is equal to it: FSDP2 keeps its state by module."""
+
+    __slots__ = ("__weakref__", "_block", "_index")
 
     def __init__(self, index: int, block: nn.Module) -> None:
         object.__setattr__(self, "_index", index)
@@ -344,9 +348,21 @@ class _BlockProxy:
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self._block, name, value)
 
+    def __eq__(self, other: object) -> bool:
+        return getattr(other, "_block", other) is self._block
+
+    def __hash__(self) -> int:
+        return hash(self._block)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return vars(object.__getattribute__(self, "_block"))
+
 
 class IndexedBlock(_BlockProxy):
     """`model.blocks[i]` of a fused model: readable like the block, an instance of its class, not callable alone."""
+
+    __slots__ = ()
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -362,9 +378,15 @@ class IndexedBlock(_BlockProxy):
 class BoundBlock(_BlockProxy):
     """One block of an iterated stack: callable like the block, readable like the block."""
 
+    __slots__ = ("_run",)
+
     def __init__(self, run: Run, index: int, block: nn.Module) -> None:
         super().__init__(index, block)
         object.__setattr__(self, "_run", run)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The block itself, as a list of one: `fully_shard(block)` in a loop over the blocks takes it so."""
+        return iter([self._block])
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """B N C -> B N C: fuses inside, returns for each input token the value of its fused token."""

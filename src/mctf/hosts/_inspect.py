@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.flop_counter import FlopCounterMode
 
+from .._sharding import is_sharded
 from ..core.flops import NORM
 from ..errors import MctfError, shown
 
@@ -31,6 +32,12 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def check_unsharded(name: str, block: nn.Module) -> None:
+    """Raise MctfError for a block that FSDP2 has sharded, whose class and hooks are no longer the library's."""
+    if is_sharded(block):
+        raise MctfError(f"{name} is sharded by FSDP2: run mctf.fuse first, then fully_shard on the blocks")
 
 
 def check_whole(name: str, module: nn.Module) -> None:

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
+from .._sharding import call_block
 from ..core.flops import NORM, BlockShape
 from ..errors import MctfError
 from ..stack import FusedStack
-from ._inspect import check_whole, count_on_meta, linear_slice, macs_per_token
+from ._inspect import check_unsharded, check_whole, count_on_meta, linear_slice, macs_per_token
 from .base import Architecture, Host, SoftmaxAttention
 from .patch_embed import MatmulPatchEmbed, is_patch_convolution
 
@@ -49,6 +50,7 @@ class TimmHost(Host):
 
     def check_block(self, name: str, block: Any) -> None:
         """Raise MctfError for a block whose forward is not the composition of the pieces."""
+        check_unsharded(name, block)
         _check_class(name, block, tuple(self.block_classes))
         _check_class(f"{name}.attn", block.attn, self.block_classes[type(block)])
         for path in ("", ".attn", ".attn.attn_drop"):
@@ -158,7 +160,7 @@ class TimmOps(SoftmaxAttention):
         return attn.attn_drop.p if attn.training else 0.0
 
     def plain(self, x: Tensor) -> Tensor:
-        return self.block(x)
+        return call_block(self.block, x)
 
     def norm1(self, x: Tensor) -> Tensor:
         return self.block.norm1(x)
