@@ -38,6 +38,7 @@ class FusionRecord:
     dense: bool
     trim_last: bool | None
     depth: int
+    restore: str | None = None
 
     @classmethod
     def of(cls, stack: FusedStack) -> "FusionRecord":
@@ -62,6 +63,7 @@ class FusionRecord:
             dense=stack.dense,
             trim_last=stack.trim_last,
             depth=len(stack),
+            restore=getattr(stack, "restore", None),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,7 +83,15 @@ def read_record(content: object, name: str) -> FusionRecord:
             f"the fusion in {name} has version {shown(facts.get('version'))}, and this mctf reads version {VERSION}: "
             "update mctf, or save the fused model again"
         )
-    facts = {"options": {}, "blocks": None, "dense": False, "trim_last": None, "fused_r": facts.get("r"), **facts}
+    facts = {
+        "options": {},
+        "blocks": None,
+        "dense": False,
+        "trim_last": None,
+        "restore": None,
+        "fused_r": facts.get("r"),
+        **facts,
+    }
     blocks, options = facts["blocks"], facts["options"]
     valid = {
         "method": isinstance(facts.get("method"), str),
@@ -90,6 +100,7 @@ def read_record(content: object, name: str) -> FusionRecord:
         "dense": isinstance(facts["dense"], bool),
         "trim_last": facts["trim_last"] is None or isinstance(facts["trim_last"], bool),
         "depth": type(facts.get("depth")) is int,
+        "restore": facts["restore"] is None or isinstance(facts["restore"], str),
     }
     for key, whether in valid.items():
         if not whether:

@@ -311,6 +311,7 @@ def _fuse_again(model: nn.Module, record: FusionRecord, source: str) -> nn.Modul
         raise MctfError(f"the fusion is for {record.depth} blocks, and the model has {depth}: give {source}")
     per_block = isinstance(record.fused_r, (list, tuple))
     blocks = None if per_block else record.blocks
+    more = {} if record.restore is None else {"restore": record.restore}
     try:
         with warnings.catch_warnings(action="error", category=UntrainedWarning):
             fuse(
@@ -320,6 +321,7 @@ def _fuse_again(model: nn.Module, record: FusionRecord, source: str) -> nn.Modul
                 blocks=blocks,
                 dense=record.dense,
                 trim_last=record.trim_last,
+                **more,
                 **record.options,
             )
     except UntrainedWarning:

@@ -1,0 +1,319 @@
+"""mctf.save and mctf.load of timm models: the fusion comes back, other readers see the unfused model, bad files are
+refused in one line."""
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import mctf
+import mctf.models  # registers `embedded` with timm
+from helpers.learned import teach
+from helpers.shared_data import SHARED, needs_shared
+from mctf.api import find_stack
+from mctf.methods import _REGISTRY, Method
+from mctf.methods._layers import UntrainedWarning
+from mctf.models.loading import load_model
+
+IMAGES = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(3))
+
+
+def tiny(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return timm.create_model("test_vit", **options).eval()
+
+
+def saved(model: nn.Module, path: Path, **options: Any) -> Any:
+    """The model after a round trip through files."""
+    mctf.save(model, path, **options)
+    return mctf.load(path)
+
+
+@pytest.mark.parametrize("method", _REGISTRY)
+@torch.no_grad()
+def test_every_method_comes_back(method: str, tmp_path: Path) -> None:
+    model = tiny()
+    if _REGISTRY[method].learned:
+        with warnings.catch_warnings(action="ignore", category=UntrainedWarning):
+            teach(model, method, _REGISTRY[method].default_r)
+            mctf.fuse(model, method)
+    else:
+        mctf.fuse(model, method)
+    loaded = saved(model, tmp_path / "model.safetensors")
+    assert loaded.blocks.method == model.blocks.method
+    assert loaded.blocks.schedule == model.blocks.schedule
+    torch.manual_seed(1)
+    expected = model(IMAGES)
+    torch.manual_seed(1)
+    assert torch.equal(loaded(IMAGES), expected)
+    assert not loaded.training
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "options": {"method": "mctf", "r": 5, "tau_info": 0.1, "bidirectional": False, "pooling": "max"},
+    "fast": {"r": "fast"},
+    "ratio": {"r": 0.25, "blocks": (-1, 2)},
+    "per_block": {"r": [0, 3, 0, 0.1, 0, 2]},
+    "budget": {"method": "tome", "flops": 0.7, "blocks": [1, 3]},
+    "dense": {"r": 4, "dense": True},
+    "trimmed": {"method": "tome", "r": [0, 4, 0, 4, 0, 0], "trim_last": True},
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+@torch.no_grad()
+def test_every_setting_comes_back(case: str, tmp_path: Path) -> None:
+    model = mctf.fuse(tiny(), **SETTINGS[case])
+    loaded = saved(model, tmp_path / "model")
+    for name in ("schedule", "method", "blocks", "dense", "trim_last"):
+        assert getattr(loaded.blocks, name) == getattr(model.blocks, name), name
+    assert torch.equal(loaded(IMAGES), model(IMAGES))
+    r = [2, 0, 1, 0, 0, 0] if case == "per_block" else 3
+    mctf.set_r(model, r)
+    mctf.set_r(loaded, r)  # the chosen blocks are kept
+    assert loaded.blocks.schedule == model.blocks.schedule
+
+
+@torch.no_grad()
+def test_r_changed_after_fusing_comes_back(tmp_path: Path) -> None:
+    model = mctf.fuse(tiny(), r=8, blocks=(1, 3))
+    mctf.set_r(model, [0, 0, 4, 0, 0, 0])
+    loaded = saved(model, tmp_path / "model.safetensors")
+    assert torch.equal(loaded(IMAGES), model(IMAGES))
+    mctf.set_r(loaded, 2)
+    assert loaded.blocks.schedule == (0, 2, 0, 2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_classes": 7},
+        {"num_classes": 0},
+        {"img_size": 96, "num_classes": 3},
+        {"global_pool": "avg"},
+        {"in_chans": 1},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_what_a_model_was_created_with_is_found_out(options: dict[str, Any], tmp_path: Path) -> None:
+    model = mctf.fuse(tiny(**options), r=6)
+    loaded = saved(model, tmp_path / "model")
+    size = options.get("img_size", 160)
+    images = torch.randn(2, options.get("in_chans", 3), size, size)
+    assert torch.equal(loaded(images), model(images))
+
+
+@torch.no_grad()
+def test_a_changed_head_image_size_and_dtype(tmp_path: Path) -> None:
+    model = tiny()
+    model.reset_classifier(5)
+    model.set_input_size(img_size=96)
+    mctf.fuse(model.to(torch.bfloat16), r=6)
+    loaded = saved(model, tmp_path / "model")
+    images = IMAGES[:, :, :96, :96].bfloat16()
+    assert loaded(images).dtype == torch.bfloat16
+    assert torch.equal(loaded(images), model(images))
+    by_hand = tiny()
+    by_hand.head = nn.Linear(by_hand.num_features, 9)  # num_classes still says 1000
+    assert saved(mctf.fuse(by_hand), tmp_path / "model")(IMAGES).shape == (2, 9)
+
+
+def test_what_cannot_be_found_out_is_asked_for(tmp_path: Path) -> None:
+    model = mctf.fuse(tiny(drop_path_rate=0.1), r=6)
+    with pytest.raises(
+        mctf.MctfError, match=r"drop_path.*: pass model_args=\{…\} with what timm\.create_model was given"
+    ):
+        mctf.save(model, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+    loaded = saved(model, tmp_path / "model", model_args={"drop_path_rate": 0.1})
+    assert loaded.blocks[5].drop_path1.drop_prob == pytest.approx(0.1)
+
+
+@torch.no_grad()
+def test_other_readers_see_the_unfused_model(tmp_path: Path) -> None:
+    model = tiny(num_classes=4)
+    baseline = model(IMAGES)
+    mctf.fuse(model, r=8)
+    mctf.save(model, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
+    assert torch.equal(load_model("test_vit", weights=tmp_path / "model.safetensors")(IMAGES), baseline)
+    assert torch.equal(timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()(IMAGES), baseline)
+
+
+def test_preprocessing_comes_back(tmp_path: Path) -> None:
+    model = mctf.fuse(tiny(), r=8)
+    model.pretrained_cfg["mean"] = (0.1, 0.2, 0.3)
+    loaded = saved(model, tmp_path / "model.safetensors")
+    assert loaded.pretrained_cfg["mean"] == (0.1, 0.2, 0.3)
+    assert loaded.pretrained_cfg["architecture"] == "test_vit"
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    def refused(model: nn.Module, text: str, path: Any = tmp_path / "model.safetensors", **options: Any) -> None:
+        with pytest.raises(mctf.MctfError, match=text) as caught:
+            mctf.save(model, path, **options)
+        assert "\n" not in str(caught.value)
+        assert not list(tmp_path.iterdir())
+
+    fused = mctf.fuse(tiny(), r=8)
+    refused(tiny(), "is not fused: run mctf.fuse")
+    refused(nn.Sequential(fused), "Sequential has no name.*save the timm or transformers model inside it")
+    refused(fused, "there is no folder", tmp_path / "absent" / "model.safetensors")
+    refused(fused, "is no path", 3)
+    refused(fused, "null byte", "a\0b")
+    refused(fused, "model_args cannot hold 'checkpoint_path'", model_args={"checkpoint_path": "x.pt"})
+    refused(fused, "model_args cannot hold 'act_layer'", model_args={"act_layer": nn.ReLU})
+    refused(fused, "model_args is 'x'", model_args="x")
+    pruned = mctf.fuse(tiny(), r=8)
+    pruned.prune_intermediate_layers([2])
+    refused(pruned, "test_vit by timm is not this model")
+    mixed = mctf.fuse(tiny(), r=8)
+    mixed.head.half()
+    refused(mixed, "convert the model to one of float32")
+    refused(mctf.fuse(tiny(), r=8).to("meta"), "cls_token has no values")
+    odd = tiny()
+    odd.head = nn.Sequential(nn.Linear(odd.num_features, 3), nn.ReLU())
+    refused(mctf.fuse(odd), "test_vit by timm is not this model")
+
+
+def test_a_method_that_its_name_does_not_bring_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tome = _REGISTRY["tome"]
+    model = mctf.fuse(tiny(), "tome", r=8)
+    mctf.save(model, tmp_path / "model.safetensors")
+    monkeypatch.delitem(_REGISTRY, "tome")
+    with pytest.raises(mctf.MctfError, match="method 'tome' cannot be saved"):
+        mctf.save(model, tmp_path / "other.safetensors")
+    with pytest.raises(mctf.MctfError, match="unknown method 'tome'"):
+        mctf.load(tmp_path / "model.safetensors")
+    assert issubclass(tome, Method)
+
+
+def change(key: str, value: Any, *, fusion: bool = False) -> Callable[[Path], None]:
+    """A change of one entry of a config file."""
+
+    def apply(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (config["mctf"] if fusion else config)[key] = value
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return apply
+
+
+def write(content: bytes, name: str = "config.json") -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no_config": (lambda folder: (folder / "config.json").unlink(), "cannot be read (No such file"),
+    "no_weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot be read (No such file"),
+    "empty": (write(b""), "is not JSON"),
+    "no_json": (write(b"{"), "is not JSON"),
+    "binary": (write(b"\x80\x04\xff"), "is not JSON"),
+    "deep": (write(b"[" * 100_000), "is not JSON"),
+    "list": (write(b"[1]"), "holds [1]"),
+    "no_fusion": (write(b'{"architecture": "test_vit"}'), "holds no fusion"),
+    "fusion_is_text": (change("mctf", "x"), "its fusion is 'x'"),
+    "fusion_is_empty": (change("mctf", {}), "has version None"),
+    "later_version": (change("version", 2, fusion=True), "has version 2, and this mctf reads version 1: update mctf"),
+    "version_is_true": (change("version", True, fusion=True), "has version True"),
+    "method_is_number": (change("method", 3, fusion=True), "its method is 3"),
+    "unknown_method": (change("method", "tomee", fusion=True), "did you mean 'tome'?"),
+    "options_are_list": (change("options", [], fusion=True), "its options is []"),
+    "unknown_option": (change("options", {"x": 1}, fusion=True), "has no option 'x'"),
+    "r_is_text": (change("r", "x", fusion=True), "r='x' is not a preset"),
+    "r_is_none": (change("r", None, fusion=True), "r must be a number"),
+    "r_of_another_depth": (change("r", [1, 2], fusion=True), "r has 2 entries but the model has 6 blocks"),
+    "fused_r_of_another_depth": (change("fused_r", [1, 2], fusion=True), "r has 2 entries but the model has 6 blocks"),
+    "negative_r": (change("r", -1, fusion=True), "is negative"),
+    "blocks_are_text": (change("blocks", "1", fusion=True), "its blocks is '1'"),
+    "blocks_of_another_depth": (change("blocks", [40], fusion=True), "the model has blocks 0 to 5"),
+    "dense_is_text": (change("dense", "no", fusion=True), "its dense is 'no'"),
+    "trim_is_text": (change("trim_last", "no", fusion=True), "its trim_last is 'no'"),
+    "depth_of_another_model": (change("depth", 24, fusion=True), "the fusion is for 24 blocks, and the model has 6"),
+    "unknown_model": (change("architecture", "test_vitt"), "timm has no model 'test_vitt'"),
+    "model_is_number": (change("architecture", 3), "its architecture is 3"),
+    "model_elsewhere": (change("architecture", "local-dir:/tmp"), "timm has no model"),
+    "another_model": (change("architecture", "test_vit2"), "holds weights of another model"),
+    "classes_of_another_model": (change("num_classes", 3), "holds weights of another model"),
+    "classes_are_text": (change("num_classes", "x"), "its num_classes is 'x'"),
+    "dtype_is_unknown": (change("dtype", "int8"), "its dtype is 'int8'"),
+    "args_load_a_file": (change("model_args", {"checkpoint_path": "x.pt"}), "cannot hold 'checkpoint_path'"),
+    "args_are_text": (change("model_args", "x"), "is 'x'"),
+    "args_are_unknown": (change("model_args", {"colour": 1}), "cannot be created with"),
+    "args_are_wrong": (change("model_args", {"depth": "x"}), "cannot be created"),
+    "cfg_is_list": (change("pretrained_cfg", [1]), "its pretrained_cfg is [1]"),
+    "weights_changed": (write(b"x", "model.safetensors"), "holds other weights than those that"),
+    "checksum_changed": (change("weights", "00"), "holds other weights than those that"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("saved")
+    mctf.save(mctf.fuse(tiny(), r=8), place)
+    return place
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files_are_one_line(case: str, folder: Path, tmp_path: Path) -> None:
+    damage, text = BAD[case]
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    damage(copy)
+    with pytest.raises(mctf.MctfError, match=re.escape(text)) as caught:
+        mctf.load(copy)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source", [3, None, "", "a\0b", "./absent", "/absent/folder", "absent.safetensors", "a/b/c", b"x"]
+)
+def test_sources_that_are_none(source: Any) -> None:
+    with pytest.raises(mctf.MctfError, match=r"give a file or folder that mctf\.save or save_pretrained wrote"):
+        mctf.load(source)
+
+
+def test_a_model_without_a_record() -> None:
+    with pytest.raises(mctf.MctfError, match="the config of VisionTransformer holds no fusion"):
+        mctf.load(tiny())
+
+
+def test_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mctf.saving.cached_file", lambda name, files: str(folder / files[0]))
+    assert find_stack(mctf.load("somebody/something")) is not None
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mctf.fuse(tiny(), r=8)
+    writing = mctf.saving.atomic_write
+
+    def fail(path: Path, content: bytes) -> None:
+        if path.suffix == ".json":
+            raise mctf.MctfError("the disk is full: make room")
+        writing(path, content)
+
+    monkeypatch.setattr("mctf.saving.atomic_write", fail)
+    with pytest.raises(mctf.MctfError, match="the disk is full"):
+        mctf.save(model, tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@needs_shared("data/deit_tiny_patch16_224.safetensors")
+@torch.no_grad()
+def test_real_weights(tmp_path: Path) -> None:
+    weights = SHARED / "data/deit_tiny_patch16_224.safetensors"
+    model = mctf.fuse(load_model("deit_tiny_patch16_224", weights=weights), "ward", flops=0.56)
+    images = torch.randn(2, 3, 224, 224)
+    assert torch.equal(saved(model, tmp_path / "deit.safetensors")(images), model(images))
