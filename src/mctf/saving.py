@@ -311,7 +311,7 @@ def _fuse_again(model: nn.Module, record: FusionRecord, source: str) -> nn.Modul
         raise MctfError(f"the fusion is for {record.depth} blocks, and the model has {depth}: give {source}")
     per_block = isinstance(record.fused_r, (list, tuple))
     blocks = None if per_block else record.blocks
-    more = {} if record.restore is None else {"restore": record.restore}
+    more: dict[str, Any] = {} if record.restore is None else {"restore": record.restore}
     try:
         with warnings.catch_warnings(action="error", category=UntrainedWarning):
             fuse(

@@ -6,9 +6,13 @@ import pytest
 import torch
 
 import mctf
-from helpers.models import make, make_images, run
+from helpers.models import NAMES, make, make_images, run
 
-NAMES = ("plain", "eva02", "cait", "hf_vit")
+PAIRS = [
+    ("plain", "mctf"),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("eva02", "mctf_exact"), ("cait", "tome"))),
+    *(pytest.param(name, "ward", marks=pytest.mark.slow) for name in NAMES if name == "hf_vit"),
+]
 
 
 def quantize(model: Any, kind: str) -> Any:
@@ -19,7 +23,7 @@ def quantize(model: Any, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["weights", "dynamic"])
-@pytest.mark.parametrize(("name", "method"), zip(NAMES, ("mctf", "mctf_exact", "tome", "ward"), strict=True))
+@pytest.mark.parametrize(("name", "method"), PAIRS)
 @torch.inference_mode()
 def test_quantizing_and_fusing_commute(name: str, method: str, kind: str) -> None:
     first, second = quantize(make(name), kind), mctf.fuse(make(name), method, r=8)

@@ -48,6 +48,9 @@ class FusedSaving:
 
     `push_to_hub` and trainers call it. It covers the fused model and the models inside it on the way to the tower.
     Where only an inner model was fused, the outer model's `save_pretrained` is its own: it writes the unfused model.
+
+    Trainers name `state_dict` in the call, and resume by `load_state_dict(strict=False)`. By default transformers
+    writes the parameter names of older versions, of which that call loads none without a word; so they get their own.
     """
 
     name = "save_pretrained"
@@ -62,6 +65,8 @@ class FusedSaving:
                 f"the layers of {self.stack.method.name} belong to the model that was fused, not to the "
                 f"{type(self.model).__name__} inside: save that model, or run mctf.unfuse(model) first"
             )
+        if "state_dict" in kwargs and "save_original_format" in parameter_names(type(self.model).save_pretrained):
+            kwargs.setdefault("save_original_format", False)
         setattr(self.model.config, KEY, FusionRecord.of(self.stack).as_dict())
         try:
             return type(self.model).save_pretrained(self.model, *args, **kwargs)
