@@ -19,6 +19,11 @@ from mctf.api import find_stack, fused_stack
 LABELS = torch.arange(8) % CLASSES
 
 
+def make_hf(**options: Any) -> Any:
+    pytest.importorskip("transformers", reason="the extra hf is not installed")
+    return make("hf_vit", **options)
+
+
 def examples(model: nn.Module) -> list[dict[str, torch.Tensor]]:
     return [
         {"pixel_values": image, "labels": label} for image, label in zip(make_images(model, 8), LABELS, strict=True)
@@ -27,7 +32,7 @@ def examples(model: nn.Module) -> list[dict[str, torch.Tensor]]:
 
 def trainer(model: Any, folder: Path, **options: Any) -> Any:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    transformers = pytest.importorskip("transformers")
     settings = {
         "per_device_train_batch_size": 4,
         "max_steps": 4,
@@ -47,7 +52,7 @@ def trainer(model: Any, folder: Path, **options: Any) -> Any:
 
 @pytest.mark.slow
 def test_trainer_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
-    model = mctf.fuse(make("hf_vit"), r=8)
+    model = mctf.fuse(make_hf(), r=8)
     before = copy.deepcopy(model.state_dict())
     one = trainer(model, tmp_path, load_best_model_at_end=True)
     one.train()
@@ -60,7 +65,7 @@ def test_trainer_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     last: Any = mctf.load(tmp_path / "checkpoint-4")
     assert fused_stack(last).schedule == fused_stack(model).schedule
 
-    again = mctf.fuse(make("hf_vit", seed=1), r=8)  # other weights: the checkpoint brings them
+    again = mctf.fuse(make_hf(seed=1), r=8)  # other weights: the checkpoint brings them
     two = trainer(again, tmp_path)
     two.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert two.state.global_step == 4
@@ -71,7 +76,7 @@ def test_trainer_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"bf16": True}, {"gradient_checkpointing": True}], ids=["bf16", "checkpointing"])
 def test_trainer_with_its_options(options: dict[str, bool], tmp_path: Path) -> None:
-    model = mctf.fuse(make("hf_vit"), "tome", r=8)
+    model = mctf.fuse(make_hf(), "tome", r=8)
     one = trainer(model, tmp_path, max_steps=1, eval_strategy="no", save_strategy="no", **options)
     assert torch.isfinite(torch.tensor(one.train().training_loss))
 

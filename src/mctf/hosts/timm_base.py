@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
-from .._sharding import call_block
 from ..core.flops import NORM, BlockShape
 from ..errors import MctfError
 from ..stack import FusedStack
@@ -160,7 +159,7 @@ class TimmOps(SoftmaxAttention):
         return attn.attn_drop.p if attn.training else 0.0
 
     def plain(self, x: Tensor) -> Tensor:
-        return call_block(self.block, x)
+        return self.block(x)
 
     def norm1(self, x: Tensor) -> Tensor:
         return self.block.norm1(x)

@@ -16,7 +16,6 @@ from timm.layers import AttentionRope, apply_rot_embed_cat
 from timm.models.eva import EvaAttention, EvaBlock, EvaBlockPostNorm
 from torch import Tensor, nn
 
-from .._sharding import call_block
 from ..core.assignment import Assignment
 from ..core.flops import NORM, BlockShape
 from ..core.positions import TokenPositions, positions_after
@@ -60,7 +59,7 @@ class EvaOps(GammaScaleMixin, TimmOps):
             self.rope = _mean_rows(full_rope, positions, prefix=block.attn.num_prefix_tokens)
 
     def plain(self, x: Tensor) -> Tensor:
-        return call_block(self.block, x, rope=self.rope)
+        return self.block(x, rope=self.rope)
 
     def fused(self, assignment: Assignment, weights: Tensor) -> Self:
         return type(self)(self.block, self.full_rope, positions_after(self.positions, assignment, weights))

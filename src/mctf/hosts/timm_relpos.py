@@ -14,7 +14,6 @@ from timm.models.beit import Attention, Block
 from timm.models.vision_transformer_relpos import RelPosAttention, RelPosBlock, ResPostRelPosBlock
 from torch import Tensor, nn
 
-from .._sharding import call_block
 from ..core.assignment import Assignment
 from ..core.flops import BlockShape
 from ..core.positions import TokenPositions, positions_after
@@ -53,7 +52,7 @@ class BiasedOps(TimmOps):
 
     def plain(self, x: Tensor) -> Tensor:
         if self.positions is None:
-            return call_block(self.block, x, **{self.argument: self.shared})
+            return self.block(x, **{self.argument: self.shared})
         return run_pieces(self, x, None)  # the block itself would add the bias of all positions
 
     def fused(self, assignment: Assignment, weights: Tensor) -> Self:
