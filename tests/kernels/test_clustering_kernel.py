@@ -8,6 +8,17 @@ from mctf.core import clustering
 from mctf.core.assignment import Assignment
 from mctf.kernels import clustering as clustering_ops
 
+ONE_PROGRAM = [
+    (37, 1, 8, 4),
+    (20, 0, 9, 4),
+    (51, 2, 3, 4),
+    (71, 1, 30, 2),
+    (18, 1, 5, 1),
+    (18, 1, 8, 8),
+    (90, 1, 40, 2),
+]
+MANY_PROGRAMS = [(290, 1, 50, 4), (259, 2, 8, 1), (261, 0, 120, 2), (300, 1, 3, 4), (90, 1, 40, 1)]
+
 
 def tokens(device, *, count: int, channels: int = 24, dtype: torch.dtype = torch.float32):
     generator = torch.Generator().manual_seed(count)
@@ -18,7 +29,7 @@ def tokens(device, *, count: int, channels: int = 24, dtype: torch.dtype = torch
 
 @pytest.mark.parametrize(
     ("count", "protected", "r", "rounds"),
-    [(37, 1, 8, 4), (20, 0, 9, 4), (51, 2, 3, 4), (71, 1, 30, 2), (18, 1, 5, 1), (18, 1, 8, 8)],
+    ONE_PROGRAM + MANY_PROGRAMS,
 )
 def test_clusters_are_those_of_the_plain_version(device, count: int, protected: int, r: int, rounds: int) -> None:
     x, weights = tokens(device, count=count)
@@ -28,34 +39,49 @@ def test_clusters_are_those_of_the_plain_version(device, count: int, protected: 
     plain = clustering.cluster(distances, weights.double(), r, protected=protected, rounds=rounds)
     assert torch.equal(slots, plain.slots)
     expected_order, expected_start = Assignment(slots, count - r).members()
-    assert torch.equal(order, expected_order)
     assert torch.equal(start, expected_start)
+    assert torch.equal(slots.gather(1, order.long()), slots.gather(1, expected_order.long()))
+    assert torch.equal(order.sort().values, expected_order.sort().values), "in each slot the members of that slot"
     assert torch.equal(weights, before)
 
 
+@pytest.mark.parametrize("count", [33, 280])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_reduced_precision(device, dtype: torch.dtype) -> None:
+def test_reduced_precision(device, dtype: torch.dtype, count: int) -> None:
     if dtype == torch.bfloat16 and str(device) == "cpu":
         pytest.skip("the interpreter cannot multiply bfloat16 matrices")
-    x, weights = tokens(device, count=33, dtype=dtype)
-    slots, _, _ = clustering_ops.cluster(x, weights, 7, 1, 4)
+    x, weights = tokens(device, count=count, dtype=dtype)
+    r = count // 5
+    slots, _, _ = clustering_ops.cluster(x, weights, r, 1, 4)
     distances = clustering.squared_distances(x.double(), protected=1)
-    assert torch.equal(slots, clustering.cluster(distances, weights.double(), 7, protected=1, rounds=4).slots)
+    plain = clustering.cluster(distances, weights.double(), r, protected=1, rounds=4)
+    # rounding may choose among pairs of nearly equal cost: the error that clustering minimizes hardly differs
+    errors = [squared_error(x.double(), weights.double(), each) for each in (Assignment(slots, count - r), plain)]
+    torch.testing.assert_close(errors[0], errors[1], rtol=0.02, atol=0.0)
 
 
-def test_what_does_not_fit_is_left_to_the_plain_version(device) -> None:
-    assert clustering_ops.fits(257, 1, 64, 4)
-    assert not clustering_ops.fits(258, 1, 64, 4)
-    assert not clustering_ops.fits(257, 1, 129, 4)
-    x, weights = tokens(device, count=300, channels=8)
-    assignment, _, _ = kernels.cluster(x, weights[:, None], None, r=20, protected=1, rounds=4)
-    assert assignment.count == 280
+def squared_error(x, weights, assignment):
+    """Weighted squared error of unit tokens when each is replaced by the mean of its cluster."""
+    unit = x / x.norm(dim=2, keepdim=True)
+    return (weights * (unit - assignment.unpool(assignment.pool(unit, weights))).square().sum(2)).sum()
 
 
-def test_undefined_tokens_fill_every_slot(device) -> None:
-    x, weights = torch.full((2, 20, 8), float("nan"), device=device), torch.full((2, 20), float("nan"), device=device)
+def test_what_does_not_fit_is_left_to_the_plain_version(device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert clustering_ops.fits(16385, 1)
+    assert not clustering_ops.fits(16386, 1)
+    assert not clustering_ops.fits(40, 17)
+    monkeypatch.setattr(clustering_ops, "MAX_TOKENS", 16)
+    x, weights = tokens(device, count=30, channels=8)
+    assignment, _, _ = kernels.cluster(x, weights[:, None], None, r=10, protected=1, rounds=4)
+    assert assignment.count == 20
+
+
+@pytest.mark.parametrize("count", [20, 270])
+@pytest.mark.parametrize("value", [float("nan"), 0.0, 1.0])
+def test_undefined_and_equal_tokens_fill_every_slot(device, count: int, value: float) -> None:
+    x, weights = torch.full((2, count, 8), value, device=device), torch.full((2, count), value, device=device)
     assignment, _, _ = kernels.cluster(x, weights[:, None], None, r=6, protected=1, rounds=4)
-    assert [sorted(set(slots.tolist())) for slots in assignment.slots] == [list(range(14))] * 2
+    assert [sorted(set(slots.tolist())) for slots in assignment.slots] == [list(range(count - 6))] * 2
 
 
 def test_means_with_the_norm_of_their_members(device) -> None:

@@ -19,7 +19,13 @@ pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or launch.INTERPRETED or not launch.enabled,
     reason="needs kernels, and Triton's compiler, not its interpreter",
 )
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.float16: "*fp16",
+}
 
 
 class CompiledOnly:
@@ -136,7 +142,8 @@ LONG = ["long_attention_kernel", "long_received_kernel"]
 BACKWARD = ["query_gradient_kernel", "key_value_gradient_kernel"]
 MANY = ["scores_kernel", "alpha_merges_kernel", "beta_partners_kernel", "slots_kernel", "members_kernel"]
 
-CLUSTERING = ["distances_kernel", *["partners_kernel", "join_kernel"] * 2, "slots_kernel"]
+MANY_CLUSTERED = ["search_kernel", "join_kernel", "centers_kernel", "search_kernel", "join_kernel", "members_kernel"]
+CLUSTERING = ["partners_kernel", "rounds_kernel"]
 
 # the kernels of mctf, each once
 EACH_KERNEL = {
@@ -146,6 +153,7 @@ EACH_KERNEL = {
     "matching": (matching(2, 40, bidirectional=True), ["matching_kernel"]),
     "matching of many tokens": (matching(2, 300, bidirectional=True), MANY),
     "clustering": (clustering(40), CLUSTERING),
+    "clustering of many tokens": (clustering(300), MANY_CLUSTERED),
     "pooling": (pooling(train=True, weights=ONES, sizes=ONES, by_size=True, also=True), ["pooling_kernel"]),
 }
 # other flags and tiles

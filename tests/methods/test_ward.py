@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import mctf
+from mctf.core.schedule import ReductionSpec, reductions
 from mctf.hosts import find_host
 from mctf.methods import make_method
 
@@ -21,6 +22,39 @@ def test_blocks_that_fuse_by_default(depth: int, blocks: range) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize(
+    ("r", "amounts"),
+    [
+        (0.2, [0] * 3 + [0.2] * 8 + [0]),
+        (0.25, [0] * 3 + [0.25] * 8 + [0]),
+        (0.1, [0] * 5 + [0.1] * 6 + [0]),
+        (0.125, [0] * 4 + [0.0625] + [0.125] * 6 + [0]),
+        (0.4, [0] * 2 + [0.4] * 9 + [0]),
+        (8, [0] * 3 + [8] * 8 + [0]),
+        ([0] * 6 + [0.1] * 6, [0] * 6 + [0.1] * 6),
+    ],
+    ids=str,
+)
+def test_small_ratios_begin_later(r: ReductionSpec, amounts: list[float]) -> None:
+    schedule = make_method("ward", {}).make_schedule(r, depth=12, blocks=None)
+    assert list(schedule) == pytest.approx(amounts)
+
+
+def test_named_blocks_fuse_the_whole_ratio() -> None:
+    assert make_method("ward", {}).make_schedule(0.1, depth=4, blocks=[0, 2]) == (0.1, 0, 0.1, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5, 12, 24])
+def test_a_larger_ratio_costs_less_on_every_depth(depth: int) -> None:
+    method = make_method("ward", {})
+    kept = [
+        sum(step.num_remaining for step in reductions(schedule, 1001, protected=1, method=method))
+        for schedule in (method.make_schedule(r / 100, depth=depth, blocks=None) for r in range(1, 60))
+    ]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] < 1001 * depth
+
+
 def test_a_block_is_exact_attention_then_fusion(model: nn.Module) -> None:
     """One fusing block, composed by hand from the trace's assignment and weights."""
     images = torch.randn(2, 3, 96, 96)

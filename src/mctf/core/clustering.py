@@ -41,65 +41,61 @@ def squared_distances(x: Tensor, *, protected: int) -> Tensor:
 def cluster(distances: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int) -> Assignment:
     """Fuse r tokens into others: N tokens to N - r slots, the tokens that stay in their old order.
 
-    distances: B n n, squared; overwritten. weights: B N, above 0.
+    distances: B n n, squared; overwritten. weights: B N, above 0. Of equal weights the earlier counts as larger.
     """
     batch, n, _ = distances.shape
-    mass = weights[:, protected:].to(distances.dtype)
     index = torch.arange(n, device=distances.device)
+    mass = weights[:, protected:].to(distances.dtype)
+    mass = mass * (1 - index * torch.finfo(mass.dtype).eps)  # no two are equal
     root = index.expand(batch, -1)
-    for number in range(min(rounds, r)):
-        last = number == min(rounds, r) - 1
-        k = _share(r, min(rounds, r), number)
-        best, partner = _cheapest_partners(distances, mass)
-        joining = best.topk(k, dim=1, largest=False).indices
-        parent = index.expand(batch, -1).scatter(1, joining, partner.gather(1, joining))
+    rounds = min(rounds, r)
+    for number in range(rounds):
+        k = r // rounds + (number < r % rounds)  # in equal parts, the remainder in the first rounds
+        costs = _join_costs(distances, mass)
+        joining = costs.amin(dim=2).masked_fill_(mass == 0, float("inf")).topk(k, dim=1, largest=False).indices
+        partner = costs.gather(1, joining[:, :, None].expand(-1, -1, n)).argmin(dim=2)  # of all tokens it takes longer
+        parent = index.expand(batch, -1).scatter(1, joining, partner)
         for _ in range(k.bit_length()):  # a partner may join another: chains of at most k tokens
             parent = parent.gather(1, parent)
         root = parent.gather(1, root)
-        if not last:
-            distances, mass = _join(distances, mass, joining, parent)
+        if number < rounds - 1:
+            mass = _join(distances, mass, joining, parent.gather(1, joining))
     kept = root == index
     slots = protected + (kept.cumsum(1) - 1).gather(1, root)
     first = torch.arange(protected, device=slots.device).expand(batch, -1)
     return Assignment(torch.cat([first, slots], dim=1), protected + n - r)
 
 
-def _share(r: int, rounds: int, number: int) -> int:
-    """Tokens that join in one round: r in equal parts, the remainder in the first rounds."""
-    each, remainder = divmod(r, rounds)
-    return each + (number < remainder)
+def _join_costs(distances: Tensor, mass: Tensor) -> Tensor:
+    """Ward's cost of joining a token of larger weight, inf for the other pairs: B n n.
 
-
-def _cheapest_partners(distances: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Per token the lowest cost of joining a token of larger weight (of equal ones, an earlier), and that token: B n.
-
-    Tokens of weight 0 have joined before: they neither join nor are joined. Their cost is inf, as that of the largest.
+    distances: mean squared distances E between the members of clusters. Their centers are E_ab - E_aa / 2 - E_bb / 2
+    apart. A token of weight 0 is part of another cluster: nobody joins it, and its own row is to be ignored.
     """
-    inverse = 1 / mass
-    costs = distances / (inverse[:, :, None] + inverse[:, None, :])
-    mine, other = mass[:, :, None], mass[:, None, :]
-    index = torch.arange(mass.shape[1], device=mass.device)
-    earlier = index[None, :] < index[:, None]
-    allowed = (other > mine) | ((other == mine) & earlier)
-    best, partner = costs.masked_fill(~allowed, float("inf")).min(dim=2)
-    return best.masked_fill(mass == 0, float("inf")), partner
+    own, inverse = distances.diagonal(dim1=1, dim2=2) / 2, 1 / mass
+    apart = distances - own[:, :, None] - own[:, None, :]
+    costs = apart.div_(inverse[:, :, None] + inverse[:, None, :])
+    return costs.masked_fill_(mass[:, None, :] <= mass[:, :, None], float("inf"))
 
 
-def _join(distances: Tensor, mass: Tensor, joining: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
-    """Distances and weights once the tokens `joining` (B k) are part of their parents (B n); their weight is then 0.
+def _join(distances: Tensor, mass: Tensor, joining: Tensor, target: Tensor) -> Tensor:
+    """Weights (B n) once the tokens `joining` (B k) are part of `target` (B k).
 
-    With p the shares of tokens in their cluster and D the distances, E = P D PT are mean distances between members,
-    and the centers are E_ab - E_aa / 2 - E_bb / 2 apart.
+    Rows and columns of `target` become mean distances of the larger clusters.
     """
     n = distances.shape[1]
-    total = torch.zeros_like(mass).scatter_add(1, parent, mass)
-    share = mass / total.gather(1, parent).clamp_min(torch.finfo(mass.dtype).tiny)
-    target = parent.gather(1, joining)
-    means = distances * share[:, :, None]
-    rows = joining[:, :, None].expand(-1, -1, n)
-    means = means.scatter_add(1, target[:, :, None].expand(-1, -1, n), means.gather(1, rows))
-    means = means * share[:, None, :]
-    columns = joining[:, None, :].expand(-1, n, -1)
-    means = means.scatter_add(2, target[:, None, :].expand(-1, n, -1), means.gather(2, columns))
-    own = means.diagonal(dim1=1, dim2=2) / 2
-    return (means - own[:, :, None] - own[:, None, :]).clamp_min(0), total
+    w_joining, w_target = mass.gather(1, joining), mass.gather(1, target)
+    mass = mass.scatter_add(1, target, w_joining).scatter_(1, joining, 0)
+    total = mass.gather(1, target)
+    same = target[:, :, None] == target[:, None, :]
+    mix, share = same * (w_joining / total)[:, None, :], (w_target / total)[:, :, None]
+
+    rows, own_rows = joining[:, :, None].expand(-1, -1, n), target[:, :, None].expand(-1, -1, n)
+    means = torch.baddbmm(share * distances.gather(1, own_rows), mix, distances.gather(1, rows))
+    distances.scatter_(1, own_rows, means)
+    columns, own_columns = joining[:, None, :].expand(-1, n, -1), target[:, None, :].expand(-1, n, -1)
+    means = torch.baddbmm(
+        share.transpose(1, 2) * distances.gather(2, own_columns), distances.gather(2, columns), mix.transpose(1, 2)
+    )
+    distances.scatter_(2, own_columns, means)
+    return mass

@@ -155,7 +155,7 @@ def cluster(
     """
     a = core_attention.total_received(received)
     weights = core_clustering.token_weights(a, sizes)
-    if use_kernels(x) and clustering_ops.fits(x.shape[1], protected, r, rounds):
+    if use_kernels(x) and clustering_ops.fits(x.shape[1], protected):
         slots, order, start = clustering_ops.cluster(x, weights, r, protected, rounds)
         return Assignment(slots, x.shape[1] - r, order, start), a, weights
     distances = core_clustering.squared_distances(x, protected=protected)

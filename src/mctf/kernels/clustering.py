@@ -1,25 +1,44 @@
 """Clustering on the GPU: the operator `mctf::cluster`, whose plain version is `core.clustering`.
 
+Up to 256 tokens take two launches (`triton/clustering.py`), more tokens three per round
+(`triton/clustering_large.py`).
+
 Axes: B images, N tokens, n of them unprotected, M slots.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .launch import ceil_div, is_symbolic, launchable, next_power_of_2
+from .matching import RANK_TILE
 
-MAX_TOKENS = 256  # unprotected ones that a program holds
-MAX_JOINING = 32  # in one round
+MAX_ONE_PROGRAM = 256  # unprotected tokens whose rounds one program runs
+MAX_JOINING = 32  # in one round of such a program
+MAX_TOKENS = 16384  # unprotected ones that a program ranks
 MAX_PROTECTED = 16
 PITCH = 16  # rows of distances begin at multiples of it: several numbers per load and store
-TILE, TILE_FLOAT32 = 128, 64  # rows and columns of distances per program
-PARTNERS_TILE = {"ROWS": 16, "COLUMNS": 128}
 
 
-def fits(tokens: int, protected: int, r: int, rounds: int) -> bool:
+class DistancesTile(NamedTuple):
+    """Rows, columns and channels of distances that a program takes at a time, and its warps."""
+
+    rows: int
+    columns: int
+    channels: int
+    warps: int
+
+
+TILE, TILE_FLOAT32 = DistancesTile(128, 128, 64, 8), DistancesTile(64, 64, 32, 4)
+LISTED_TILE, LISTED_TILE_FLOAT32 = DistancesTile(64, 128, 64, 4), DistancesTile(32, 64, 32, 4)  # of a few rows
+LISTED_SPLITS = 8  # programs that share the columns of a few rows
+SEARCHED = 16  # tokens whose partner is searched again, at a time
+
+
+def fits(tokens: int, protected: int) -> bool:
     """Whether the kernels can cluster this many tokens."""
-    joining = ceil_div(r, rounds)
-    return 2 <= tokens - protected <= MAX_TOKENS and protected <= MAX_PROTECTED and joining <= MAX_JOINING and r >= 1
+    return 2 <= tokens - protected <= MAX_TOKENS and protected <= MAX_PROTECTED
 
 
 @torch.library.triton_op("mctf::cluster", mutates_args=())
@@ -28,44 +47,95 @@ def cluster(x: Tensor, weights: Tensor, r: int, protected: int, rounds: int) -> 
 
     x: B N C; weights: B N, above 0.
     """
-    from .triton.clustering import distances_kernel, join_kernel, partners_kernel, slots_kernel
-
     x, weights = x.contiguous(), weights.contiguous()
+    batch, tokens, _ = x.shape
+    slots = x.new_empty((batch, tokens), dtype=torch.int64)
+    order = x.new_empty((batch, tokens), dtype=torch.int32)
+    start = x.new_empty((batch, tokens - r + 1), dtype=torch.int32)
+    if tokens - protected <= MAX_ONE_PROGRAM and ceil_div(r, rounds) <= MAX_JOINING:
+        _cluster_few(x, weights, r, protected, rounds, slots, order, start)
+    else:
+        _cluster_many(x, weights, r, protected, rounds, slots, order, start)
+    return slots, order, start
+
+
+def _cluster_few(
+    x: Tensor, weights: Tensor, r: int, protected: int, rounds: int, slots: Tensor, order: Tensor, start: Tensor
+) -> None:
+    from .triton.clustering import partners_kernel, rounds_kernel
+
     batch, tokens, channels = x.shape
     n = tokens - protected
     is_float32 = x.element_size() == 4
     tile = TILE_FLOAT32 if is_float32 else TILE
-    side = ceil_div(n, tile)
     pitch = ceil_div(n, PITCH) * PITCH
-    norms = torch.linalg.vector_norm(x, dim=2, dtype=torch.float32)
-    distances = x.new_empty((batch, n, pitch), dtype=torch.float32)
-    launchable(distances_kernel)[(side * (side + 1) // 2, batch)](
-        x, norms, distances, tokens, channels, n, pitch, protected, *x.stride()[:2],
-        A=tile, CHUNK=32 if is_float32 else 64, PRECISION="tf32x3" if is_float32 else "tf32", num_warps=4,
+    # reduced precision: rounding a distance, at most 4, to float16 adds less than the tokens' own rounding
+    distances = x.new_empty((batch, n, pitch), dtype=torch.float32 if is_float32 else torch.float16)
+    best = x.new_empty((batch, n), dtype=torch.float32)
+    partner, scratch = (x.new_empty((batch, n), dtype=torch.int32) for _ in range(2))
+    launchable(partners_kernel)[(ceil_div(n, tile.rows), batch)](
+        x, _row_norms(x), weights, distances, best, partner, tokens, channels, n, pitch, protected, *x.stride()[:2],
+        ROWS=tile.rows, COLUMNS=tile.columns, CHUNK=tile.channels, PRECISION="tf32x3" if is_float32 else "tf32",
+        num_warps=tile.warps,
     )  # fmt: skip
     joining = MAX_JOINING if is_symbolic(r) else max(16, next_power_of_2(ceil_div(r, rounds)))
-    width = MAX_TOKENS if is_symbolic(n) else max(16, next_power_of_2(n))
-    mass = weights[:, protected:].clone(memory_format=torch.contiguous_format)
-    best = x.new_empty((batch, n), dtype=torch.float32)
-    partner, parent = (x.new_empty((batch, n), dtype=torch.int32) for _ in range(2))
-    root = torch.arange(n, dtype=torch.int32, device=x.device).repeat(batch, 1)
-    joined = x.new_empty((batch, joining), dtype=torch.int32)
-    mixed = x.new_empty((batch, joining, width), dtype=torch.float32)
-    for number in range(rounds):
-        k = (r + rounds - 1 - number) // rounds  # r in equal parts, the remainder in the first rounds
-        launchable(partners_kernel)[(ceil_div(n, PARTNERS_TILE["ROWS"]), batch)](
-            distances, mass, best, partner, n, pitch, **PARTNERS_TILE, num_warps=4
-        )
-        launchable(join_kernel)[(batch,)](
-            distances, mass, best, partner, root, parent, joined, mixed, n, pitch, k,
-            UPDATE=number < rounds - 1, N=width, K=joining, HOPS=joining.bit_length() - 1,
-            num_warps=4,
-        )  # fmt: skip
-    slots = x.new_empty((batch, tokens), dtype=torch.int64)
-    order = x.new_empty((batch, tokens), dtype=torch.int32)
-    start = x.new_empty((batch, tokens - r + 1), dtype=torch.int32)
-    launchable(slots_kernel)[(batch,)](
-        root, parent, slots, order, start, tokens, n, r, protected,
-        N=width, PROTECTED=MAX_PROTECTED, num_warps=2,
+    launchable(rounds_kernel)[(batch,)](
+        distances, weights, best, partner, scratch, slots, order, start, tokens, n, pitch, r, rounds, protected,
+        N=MAX_ONE_PROGRAM if is_symbolic(n) else max(16, next_power_of_2(n)),
+        K=joining, HOPS=joining.bit_length() - 1, ROWS=SEARCHED, PROTECTED=MAX_PROTECTED,
+        num_warps=4 if joining == 16 else 8,
     )  # fmt: skip
-    return slots, order, start
+
+
+def _cluster_many(
+    x: Tensor, weights: Tensor, r: int, protected: int, rounds: int, slots: Tensor, order: Tensor, start: Tensor
+) -> None:
+    from .triton.clustering_large import centers_kernel, join_kernel, search_kernel
+    from .triton.matching_large import members_kernel
+
+    batch, tokens, channels = x.shape
+    n = tokens - protected
+    is_float32 = x.element_size() == 4
+    # numbers up to 1 in reduced precision: float16 has three more bits than bfloat16
+    centers = x[:, protected:] / _row_norms(x)[:, protected:, None].clamp_min(1e-30)
+    centers = centers.to(torch.float32 if is_float32 else torch.float16).contiguous()
+    squares = centers.float().square().sum(2)
+    mass = weights[:, protected:].clone(memory_format=torch.contiguous_format)
+    pairs = torch.full((batch, n), 0x7F800000 << 32, dtype=torch.int64, device=x.device)
+    joined, targets, merged_tokens = (x.new_empty((batch, r), dtype=torch.int32) for _ in range(3))
+    root, rows, changed = (x.new_empty((batch, n), dtype=torch.int32) for _ in range(3))
+    counts = x.new_empty(batch, dtype=torch.int32)
+    most = ceil_div(r, rounds)
+    width = MAX_TOKENS if is_symbolic(n) else next_power_of_2(n)
+    listed = MAX_TOKENS if is_symbolic(most) else max(16, next_power_of_2(most))
+    done = 0
+    for number in range(rounds):
+        k = (r + rounds - 1 - number) // rounds  # in equal parts, the remainder in the first rounds
+        first, final = number == 0, number == rounds - 1
+        tile = (TILE_FLOAT32 if is_float32 else TILE) if first else (LISTED_TILE_FLOAT32 if is_float32 else LISTED_TILE)
+        splits = 1 if first else LISTED_SPLITS
+        launchable(search_kernel)[(ceil_div(n, tile.rows), splits, batch)](
+            centers, squares, mass, pairs, rows, counts, changed, channels, n, splits,
+            FIRST=first, ROWS=tile.rows, COLUMNS=tile.columns, CHUNK=tile.channels,
+            PRECISION="tf32x3" if is_float32 else "tf32", num_warps=tile.warps,
+        )  # fmt: skip
+        launchable(join_kernel)[(batch,)](
+            pairs, mass, root, joined, targets, merged_tokens, rows, counts, changed, slots,
+            tokens, n, k, done, r, protected,
+            FIRST=first, FINAL=final, N=width, HOPS=listed.bit_length() - 1, PROTECTED=MAX_PROTECTED,
+            num_warps=16 if width >= 4096 else 8,
+        )  # fmt: skip
+        if not final:
+            launchable(centers_kernel)[(k, batch)](
+                centers, squares, mass, joined, targets, channels, n, k, done, r,
+                K=listed, CHANNELS=next_power_of_2(channels), num_warps=4,
+            )  # fmt: skip
+        done += k
+    launchable(members_kernel)[(ceil_div(tokens, RANK_TILE["BLOCK"]), batch)](
+        slots, merged_tokens, order, start, tokens, tokens - r, **RANK_TILE
+    )
+
+
+def _row_norms(x: Tensor) -> Tensor:
+    """Norm of each token, B N; outside the kernels, as torch.compile fuses it with a layer norm that reads x anyway."""
+    return torch.linalg.vector_norm(x, dim=2, dtype=torch.float32)
