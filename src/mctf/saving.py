@@ -68,9 +68,9 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, model_args: Mapping[
     if hasattr(inner, FusedSaving.name) and hasattr(inner, "config"):
         _save_pretrained(inner, target)
         return
-    record = FusionRecord.of(stack)
+    record, tensors = FusionRecord.of(stack), _tensors(model)
     config = _timm_config(model, _check_args({} if model_args is None else model_args, "model_args"))
-    content = to_safetensors(_tensors(model), {"made_by": f"mctf.save, {config['architecture']}"})
+    content = to_safetensors(tensors, {"made_by": f"mctf.save, {config['architecture']}"})
     config["weights"] = hashlib.blake2b(content, digest_size=16).hexdigest()
     _write_pair(target, content, {**config, KEY: record.as_dict()})
 

@@ -334,9 +334,7 @@ class Run:
 
 
 class _BlockProxy:
-    """Reads and writes the attributes of a block, and is equal to it: FSDP2 keeps its state by module."""
-
-    __slots__ = ("__weakref__", "_block", "_index")
+    """Reads and writes the attributes of a block."""
 
     def __init__(self, index: int, block: nn.Module) -> None:
         object.__setattr__(self, "_index", index)
@@ -348,25 +346,29 @@ class _BlockProxy:
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self._block, name, value)
 
+
+class IndexedBlock(_BlockProxy):
+    """`model.blocks[i]` of a fused model: readable like the block, an instance of its class, not callable alone.
+
+    It equals the block and has its `__dict__`: FSDP2 keeps its state there, and by module.
+    """
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._block)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return vars(self._block)
+
     def __eq__(self, other: object) -> bool:
         return getattr(other, "_block", other) is self._block
 
     def __hash__(self) -> int:
         return hash(self._block)
 
-    @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        return vars(object.__getattribute__(self, "_block"))
-
-
-class IndexedBlock(_BlockProxy):
-    """`model.blocks[i]` of a fused model: readable like the block, an instance of its class, not callable alone."""
-
-    __slots__ = ()
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self._block)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return IndexedBlock, (self._index, self._block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise MctfError(
@@ -377,8 +379,6 @@ class IndexedBlock(_BlockProxy):
 
 class BoundBlock(_BlockProxy):
     """One block of an iterated stack: callable like the block, readable like the block."""
-
-    __slots__ = ("_run",)
 
     def __init__(self, run: Run, index: int, block: nn.Module) -> None:
         super().__init__(index, block)

@@ -1,5 +1,6 @@
 """Models quantized by torchao: fused before or after, and unfused again."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def quantize(model: Any, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["weights", "dynamic"])
 @pytest.mark.parametrize(("name", "method"), PAIRS)
 @torch.inference_mode()
-def test_quantizing_and_fusing_commute(name: str, method: str, kind: str) -> None:
+def test_quantizing_and_fusing_commute(name: str, method: str, kind: str, tmp_path: Path) -> None:
     first, second = quantize(make(name), kind), mctf.fuse(make(name), method, r=8)
     images = make_images(first, 2)
     baseline = run(first, images)
@@ -34,5 +35,11 @@ def test_quantizing_and_fusing_commute(name: str, method: str, kind: str) -> Non
     fused = run(first, images)
     assert torch.equal(run(second, images), fused)
     assert not torch.equal(fused, baseline)
+    if name == "plain":
+        with pytest.raises(
+            mctf.MctfError, match="which is not saved: save the model before it is quantized or sharded"
+        ):
+            mctf.save(first, tmp_path)
+        assert not list(tmp_path.iterdir())
     for model in (first, second):
         assert torch.equal(run(mctf.unfuse(model), images), baseline)

@@ -22,8 +22,6 @@ from ..stack import BoundBlock, FusedStack
 class BoundLayer(BoundBlock):
     """One layer of an iterated stack, called through the layer itself."""
 
-    __slots__ = ()
-
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """B N C -> the layer's return value: B N C, in a tuple where its version returns one."""
         return self._block(x, *args, fused_pass=super().__call__, **kwargs)
