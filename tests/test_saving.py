@@ -135,6 +135,20 @@ def test_what_cannot_be_found_out_is_asked_for(tmp_path: Path) -> None:
     assert loaded.blocks[5].drop_path1.drop_prob == pytest.approx(0.1)
 
 
+def test_an_attribute_of_the_user_does_not_matter(tmp_path: Path) -> None:
+    model = mctf.fuse(tiny(), r=6)
+    model.epoch = 3
+    assert find_stack(saved(model, tmp_path / "model")) is not None
+    model.blocks.get_submodule("2").attn.scale = 0.5
+    with pytest.raises(mctf.MctfError, match=r"blocks\.2\.attn\.scale is 0\.5 here"):
+        mctf.save(model, tmp_path / "model")
+
+
+def test_a_compiled_model_is_saved(tmp_path: Path) -> None:
+    model = torch.compile(mctf.fuse(tiny(), r=6))
+    assert find_stack(saved(model, tmp_path / "model")) is not None
+
+
 @torch.no_grad()
 def test_other_readers_see_the_unfused_model(tmp_path: Path) -> None:
     model = tiny(num_classes=4)

@@ -145,22 +145,32 @@ def _timm_config(model: Any, model_args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(model: nn.Module, other: nn.Module) -> str | None:
-    """The first difference of two models in classes and settings of modules or in shapes; None where they agree."""
-    ours, theirs = dict(_facts(model)), dict(_facts(other))
-    for key in (*ours, *theirs):
-        if ours.get(key) != theirs.get(key):
-            return f"{key} is {ours.get(key, 'absent')} here, {theirs.get(key, 'absent')} there"
+    """The first difference of two models in modules, shapes of weights or settings; None where they agree.
+
+    Settings are attributes that both have: users may add their own.
+    """
+    for facts, shared in ((_structure, False), (_settings, True)):
+        ours, theirs = dict(facts(model)), dict(facts(other))
+        for key in [key for key in ours if key in theirs] if shared else {**ours, **theirs}:
+            here, there = ours.get(key, "absent"), theirs.get(key, "absent")
+            if here != there:
+                return f"{key} is {here:.80} here, {there:.80} there"
     return None
 
 
-def _facts(model: nn.Module) -> Iterator[tuple[str, str]]:
-    for key, value in split_state_dict(model.state_dict())[0].items():
+def _structure(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for key, value in model.state_dict().items():
         yield key, str(tuple(value.shape))
     for path, module in model.named_modules():
         yield path or "the model", type(module).__qualname__
+
+
+def _settings(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if not name.startswith("_") and name not in _FREE and isinstance(value, (bool, int, float, str, tuple)):
-                yield f"{path}.{name}".lstrip("."), shown(value)
+            plain = value is None or isinstance(value, (bool, int, float, str, tuple))
+            if plain and not name.startswith("_") and name not in _FREE:
+                yield f"{path}.{name}".lstrip("."), repr(value)
 
 
 def _json(values: Mapping[str, Any]) -> dict[str, Any]:

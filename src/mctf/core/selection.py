@@ -88,9 +88,8 @@ def pack_ragged(kept: Tensor, *, protected: int) -> Ragged | None:
     """
     tokens = kept.shape[1]
     counts = kept.sum(dim=1)
-    if (
-        getattr(torch.jit._trace, "_trace_module_map", None) is not None
-    ):  # of torch.jit.trace; counting FLOPs traces too
+    # set by torch.jit.trace alone: counting FLOPs traces too, and may
+    if getattr(torch.jit._trace, "_trace_module_map", None) is not None:
         raise MctfError(_DEPENDS)
     try:
         fewest, most = torch.stack(counts.aminmax()).tolist() if len(counts) else (tokens, tokens)
