@@ -15,7 +15,7 @@ TESTS = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 
 
-CASES = ["plain/mctf/ddp", "plain/mctf/iterate", "eva02/ward/index", "cait/tome/children"]
+CASES = ["plain/mctf/ddp", "plain/mctf/iterate", "eva02/ward/index", "cait/tome/children", "eva02/tome/checkpoint"]
 REFUSED = "plain/mctf/before"
 HF_CASES = ["hf_vit/mctf_exact/iterate"] if find_spec("transformers") else []
 

@@ -1,7 +1,7 @@
 """A script of two processes that prints what tests of DistributedDataParallel and FSDP2 compare, as one JSON object.
 
 python -m helpers.two_ranks MODEL/METHOD/HOW ...: in each of two processes started by torchrun. HOW is "ddp", or how the
-blocks are named to `fully_shard` after fusing: "iterate", "index", "children"; "before" for sharding before fusing.
+blocks are named to `fully_shard` after fusing: "iterate", "index", "children", "checkpoint" with gradient checkpointing; "before" for sharding before fusing.
 """
 
 import json
@@ -41,6 +41,9 @@ def run_case(name: str, method: str, how: str, *, rank: int) -> dict[str, Any]:
 
 def compare(reference: Any, model: Any, images: Tensor, rank: int, how: str) -> dict[str, Any]:
     """Largest differences between one process on all images and two on half of them each."""
+    if how == "checkpoint":
+        for each in (reference, model):
+            family_of(each).checkpoint(each, True)
     run(reference, images).square().mean().backward()
     inside = model
     if how == "ddp":
