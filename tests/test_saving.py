@@ -2,8 +2,9 @@
 refused in one line."""
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import timm
@@ -16,8 +17,9 @@ import mctf.models  # registers `embedded` with timm
 from helpers.learned import teach
 from helpers.shared_data import SHARED, needs_shared
 from mctf.api import find_stack
-from mctf.methods import _REGISTRY, Method
+from mctf.methods import _REGISTRY
 from mctf.methods._layers import UntrainedWarning
+from mctf.methods.tome import ToMe
 from mctf.models.loading import load_model
 
 IMAGES = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(3))
@@ -61,6 +63,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "per_block": {"r": [0, 3, 0, 0.1, 0, 2]},
     "budget": {"method": "tome", "flops": 0.7, "blocks": [1, 3]},
     "dense": {"r": 4, "dense": True},
+    "copied": {"r": 4, "dense": True, "restore": "copy"},
     "trimmed": {"method": "tome", "r": [0, 4, 0, 4, 0, 0], "trim_last": True},
 }
 
@@ -70,7 +73,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_every_setting_comes_back(case: str, tmp_path: Path) -> None:
     model = mctf.fuse(tiny(), **SETTINGS[case])
     loaded = saved(model, tmp_path / "model")
-    for name in ("schedule", "method", "blocks", "dense", "trim_last"):
+    for name in ("schedule", "method", "blocks", "dense", "trim_last", "restore"):
         assert getattr(loaded.blocks, name) == getattr(model.blocks, name), name
     assert torch.equal(loaded(IMAGES), model(IMAGES))
     r = [2, 0, 1, 0, 0, 0] if case == "per_block" else 3
@@ -197,16 +200,19 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     refused(mctf.fuse(odd), "test_vit by timm is not this model")
 
 
-def test_a_method_that_its_name_does_not_bring_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tome = _REGISTRY["tome"]
-    model = mctf.fuse(tiny(), "tome", r=8)
-    mctf.save(model, tmp_path / "model.safetensors")
-    monkeypatch.delitem(_REGISTRY, "tome")
-    with pytest.raises(mctf.MctfError, match="method 'tome' cannot be saved"):
+def test_a_method_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class OwnToMe(ToMe):
+        name: ClassVar[str] = "own_tome"
+
+    monkeypatch.setitem(_REGISTRY, "own_tome", OwnToMe)
+    model = mctf.fuse(tiny(), "own_tome", r=8)
+    assert isinstance(saved(model, tmp_path / "model.safetensors").blocks.method, OwnToMe)
+    monkeypatch.delitem(_REGISTRY, "own_tome")
+    with pytest.raises(mctf.MctfError, match="method 'own_tome' cannot be saved"):
         mctf.save(model, tmp_path / "other.safetensors")
-    with pytest.raises(mctf.MctfError, match="unknown method 'tome'"):
+    with pytest.raises(mctf.MctfError, match="unknown method 'own_tome'"):
         mctf.load(tmp_path / "model.safetensors")
-    assert issubclass(tome, Method)
 
 
 @pytest.fixture(scope="module")

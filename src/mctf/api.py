@@ -11,9 +11,9 @@ from .errors import MctfError
 from .hosts import find_host
 from .hosts._inspect import check_model
 from .methods._layers import LAYERS, make_layers
-from .methods.base import check_bool
+from .methods.base import check_bool, check_choice
 from .planning import FusionRequest, ScheduleSource
-from .stack import FusedStack
+from .stack import RESTORES, FusedStack
 
 _CHANGING = threading.RLock()  # two threads that fuse the same model would fuse it twice
 
@@ -28,6 +28,7 @@ def fuse(
     schedule: ScheduleSource | None = None,
     dense: bool = False,
     trim_last: bool | None = None,
+    restore: str = RESTORES[0],
     **options: object,
 ) -> nn.Module:
     """Make a Vision Transformer cheaper by fusing tokens, in place; `unfuse` takes it back.
@@ -45,17 +46,21 @@ def fuse(
     trim_last: let the last block compute queries, projection and MLP only for the tokens that the head reads, where it
         reads the class token alone. Logits are the same, and `forward_features` returns only those tokens. By default
         the method's choice: ward does where it fuses anything, the published methods do not.
+    restore: what an input token gets where every token is read (`dense`, mean or attention pooling, feature maps,
+        models of transformers): "residual", its fused token plus the differences that the fusions took from it, or
+        "copy", its fused token alone.
     options: the method's own, see `mctf.methods()` and the classes in `mctf.methods`.
 
     Everything is checked before the model is touched. Returns the same model.
     """
     check_bool(dense=dense)
+    check_choice(restore=(restore, RESTORES))
     request = FusionRequest.of(method, r=r, flops=flops, blocks=blocks, schedule=schedule, options=options)
     with _CHANGING:
-        return _fuse(model, request, dense=dense, trim_last=trim_last)
+        return _fuse(model, request, dense=dense, trim_last=trim_last, restore=restore)
 
 
-def _fuse(model: nn.Module, request: FusionRequest, *, dense: bool, trim_last: bool | None) -> nn.Module:
+def _fuse(model: nn.Module, request: FusionRequest, *, dense: bool, trim_last: bool | None, restore: str) -> nn.Module:
     if trim_last is not None:
         check_bool(trim_last=trim_last)
     if find_stack(model) is not None:
@@ -73,6 +78,7 @@ def _fuse(model: nn.Module, request: FusionRequest, *, dense: bool, trim_last: b
         blocks=setting.blocks,
         dense=dense,
         trim_last=trim_last,
+        restore=restore,
         layers=layers,
     )
     host.install(stack)

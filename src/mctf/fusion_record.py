@@ -1,7 +1,7 @@
 """The fusion of a model as data: what `mctf.fuse` and `mctf.set_r` need to do it again, under one key of a config file.
 
     "mctf": {"version": 1, "mctf": "0.1.0", "method": "mctf", "options": {every option}, "r": 16, "blocks": null,
-             "dense": false, "trim_last": null, "depth": 12, "fused_r": 16}
+             "dense": false, "trim_last": null, "restore": "residual", "depth": 12, "fused_r": 16}
 
 `save_pretrained` of a fused model of transformers writes it into config.json, `mctf.save` into the file beside the
 weights. Readers without mctf ignore the key and get the unfused model.
@@ -37,8 +37,8 @@ class FusionRecord:
     blocks: tuple[int, ...] | None
     dense: bool
     trim_last: bool | None
+    restore: str
     depth: int
-    restore: str | None = None
 
     @classmethod
     def of(cls, stack: FusedStack) -> "FusionRecord":
@@ -62,8 +62,8 @@ class FusionRecord:
             blocks=stack.blocks,
             dense=stack.dense,
             trim_last=stack.trim_last,
+            restore=stack.restore,
             depth=len(stack),
-            restore=getattr(stack, "restore", None),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,31 +83,22 @@ def read_record(content: object, name: str) -> FusionRecord:
             f"the fusion in {name} has version {shown(facts.get('version'))}, and this mctf reads version {VERSION}: "
             "update mctf, or save the fused model again"
         )
-    facts = {
-        "options": {},
-        "blocks": None,
-        "dense": False,
-        "trim_last": None,
-        "restore": None,
-        "fused_r": facts.get("r"),
-        **facts,
-    }
+    facts = {each.name: facts.get(each.name) for each in fields(FusionRecord)}
     blocks, options = facts["blocks"], facts["options"]
     valid = {
-        "method": isinstance(facts.get("method"), str),
+        "method": isinstance(facts["method"], str),
         "options": isinstance(options, Mapping) and all(isinstance(option, str) for option in options),
         "blocks": blocks is None or (isinstance(blocks, list) and all(type(block) is int for block in blocks)),
         "dense": isinstance(facts["dense"], bool),
         "trim_last": facts["trim_last"] is None or isinstance(facts["trim_last"], bool),
-        "depth": type(facts.get("depth")) is int,
-        "restore": facts["restore"] is None or isinstance(facts["restore"], str),
+        "depth": type(facts["depth"]) is int,
+        "restore": isinstance(facts["restore"], str),
     }
     for key, whether in valid.items():
         if not whether:
-            raise MctfError(f"the fusion in {name} is damaged, its {key} is {shown(facts.get(key))}: {_CURE}")
+            raise MctfError(f"the fusion in {name} is damaged, its {key} is {shown(facts[key])}: {_CURE}")
     try:
-        amounts = {key: plain_r(facts.get(key)) for key in ("r", "fused_r")}  # type: ignore[arg-type]
+        amounts = {key: plain_r(facts[key]) for key in ("r", "fused_r")}
     except MctfError as refusal:
         raise MctfError(f"the fusion in {name} is damaged: {refusal}") from None
-    known = {each.name: facts[each.name] for each in fields(FusionRecord)}
-    return FusionRecord(**known | amounts | {"blocks": None if blocks is None else tuple(blocks)})
+    return FusionRecord(**facts | amounts | {"blocks": None if blocks is None else tuple(blocks)})

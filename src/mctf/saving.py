@@ -321,7 +321,6 @@ def _fuse_again(model: nn.Module, record: FusionRecord, source: str) -> nn.Modul
         raise MctfError(f"the fusion is for {record.depth} blocks, and the model has {depth}: give {source}")
     per_block = isinstance(record.fused_r, (list, tuple))
     blocks = None if per_block else record.blocks
-    more: dict[str, Any] = {} if record.restore is None else {"restore": record.restore}
     try:
         with warnings.catch_warnings(action="error", category=UntrainedWarning):
             fuse(
@@ -331,7 +330,7 @@ def _fuse_again(model: nn.Module, record: FusionRecord, source: str) -> nn.Modul
                 blocks=blocks,
                 dense=record.dense,
                 trim_last=record.trim_last,
-                **more,
+                restore=record.restore,
                 **record.options,
             )
     except UntrainedWarning:

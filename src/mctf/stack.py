@@ -13,6 +13,11 @@ Hosts use their container in two ways:
   fuses only inside. Without gradient, a block that is given what the block before it returned continues with the fused
   tokens behind it, so that a compiled loop never unpools them.
 
+Where one token per input token is returned, token i of slot g is restored from its fused token: by a copy of x_g, or by
+x_g plus its residual, the differences x_i - mean_g(x) of all fusions on its way. The mean is that of pooling, so the
+residuals of a slot cancel in it: the fused token is the pooled mean of the restored ones. Dropped tokens have weight 0
+in that mean, and restored they follow the kept token of their slot at the distance at which they were dropped.
+
 Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
 """
 
@@ -26,12 +31,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from . import kernels
 from ._sharding import run_in_call
 from .core.positions import TokenPositions, positions_after
 from .core.schedule import Amount, ReductionSpec, plain_r, reductions, stage_of
 from .core.selection import fill_padding
 from .errors import MctfError
 from .methods.base import BlockContext, BlockOps, BlockOutput, Method, run_first
+
+RESTORES = ("residual", "copy")
 
 
 class StackHost(Protocol):
@@ -84,22 +92,37 @@ class State:
     sizes: B M, None while all are 1.
     positions: the input tokens that each token covers; None while nothing was fused or nothing reads them.
     method_state: the method's own.
+    residual: B N C, what input tokens differ by from their fused token; None while nothing was fused or nobody asks.
     """
 
     sizes: Tensor | None = None
     positions: TokenPositions | None = None
     method_state: Any = None
+    residual: Tensor | None = None
 
-    def after(self, output: BlockOutput, *, shares: bool) -> "State":
-        """The state after one more block. shares: keep the share of each input token in its fused token."""
+    def after(self, output: BlockOutput, *, shares: bool, residual_of: Tensor | None = None) -> "State":
+        """The state after one more block.
+
+        shares: keep the share of each input token in its fused token. residual_of: the tokens that entered the block
+        (B M C), where their differences to the fused ones are kept.
+        """
         if output.assignment is None:
-            return State(output.sizes, self.positions, output.method_state)
-        positions = positions_after(self.positions, output.assignment, output.weights if shares else None)
-        return State(output.sizes, positions, output.method_state)
+            return State(output.sizes, self.positions, output.method_state, self.residual)
+        residual, weights = None, output.weights
+        if residual_of is not None and weights is not None:
+            # residuals cancel in the mean as exactly as its weights are divided: in float64 for tokens in float64
+            weights = weights.to(torch.promote_types(weights.dtype, residual_of.dtype))
+            mean, _ = kernels.merge(residual_of, output.assignment, weights=weights)
+            residual = self.unpool(residual_of - output.assignment.unpool(mean))
+        positions = positions_after(self.positions, output.assignment, weights if shares else None)
+        return State(output.sizes, positions, output.method_state, residual)
 
     def unpool(self, x: Tensor) -> Tensor:
         """One token per input token: B M C -> B N C."""
-        return x if self.positions is None else self.positions.source.unpool(x)
+        if self.positions is None:
+            return x
+        copied = self.positions.source.unpool(x)
+        return copied if self.residual is None else copied + self.residual.to(copied.dtype)
 
 
 class FusedStack(nn.Module):
@@ -109,6 +132,8 @@ class FusedStack(nn.Module):
     trim_last: where nothing but protected tokens is read, the last block computes queries, projection and MLP for
     those alone, and the stack returns them alone. Results are the same; traces and hooks switch it off. None: where the
     method wants it and fuses anything, so that r = 0 is the unfused model bit for bit.
+    restore: how one token per input token is made of the fused ones, "residual" or "copy". Methods that restore tokens
+    themselves are trained with copies and keep to them.
     layers: the method's learned layers, by block number; they are registered elsewhere in the model.
     """
 
@@ -122,6 +147,7 @@ class FusedStack(nn.Module):
         blocks: tuple[int, ...] | None,
         dense: bool = False,
         trim_last: bool | None = False,
+        restore: str = RESTORES[0],
         layers: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__()
@@ -132,6 +158,7 @@ class FusedStack(nn.Module):
         self.method = method
         self.dense = dense
         self.trim_last = trim_last
+        self.restore = restore
         self.depth = len(self)  # of the whole model, also in a stack of its first few blocks
         self.blocks = None if blocks is None else tuple(block % len(self) for block in blocks)
         self.schedule: tuple[Amount, ...] = ()
@@ -168,6 +195,16 @@ class FusedStack(nn.Module):
                 raise MctfError(self.method.lacks_layers(lacking))
         return schedule
 
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether restored tokens get back what fusing took from them.
+
+        Not for a head that reads the tokens that are left, as LV-ViT's second classifier: it would get others from an
+        iteration (gradient checkpointing) than from a call.
+        """
+        wanted = self.restore == "residual" and not self.method.restores_tokens
+        return wanted and (self.dense or self.host.reads_every_token or self.host.reads_protected_only)
+
     def fuses(self) -> bool:
         """Whether any block reduces its tokens."""
         return any(self.schedule)
@@ -188,6 +225,7 @@ class FusedStack(nn.Module):
         schedule = self.schedule if schedule is None else schedule
         arguments = self.host.arguments(*args, **kwargs)
         unpool, shares = self.dense or self.host.reads_every_token, self.host.uses_positions
+        residual = unpool and self.keeps_residual
         state, initial = State(), x.shape[1]
         trimmed = not unpool and self._trims(schedule)
         for index in range(len(self)):
@@ -196,11 +234,11 @@ class FusedStack(nn.Module):
                 return run_first(block, x, self.method.key_sizes(state.sizes), self.host.protected)
             output = self.run_block(index, x, state=state, arguments=arguments, initial=initial, schedule=schedule)
             self.notify(index, x, output)
-            x = output.x
             if unpool or shares:
-                state = state.after(output, shares=shares)
+                state = state.after(output, shares=shares, residual_of=x if residual else None)
             else:
                 state = State(output.sizes, method_state=output.method_state)
+            x = output.x
         restored = self.method.restore_tokens(x, state.method_state)
         if restored is not None:
             return restored
@@ -288,7 +326,16 @@ class FusedStack(nn.Module):
             raise MctfError("a fused stack can only be sliced from its first block on: run mctf.unfuse(model) first")
         container, r = nn.Sequential(*self.block_modules()[:stop]), self.schedule[:stop]
         trim_last = self.trim_last if stop == len(self) else False
-        first = FusedStack(container, self.host, self.method, r=r, blocks=None, dense=self.dense, trim_last=trim_last)
+        first = FusedStack(
+            container,
+            self.host,
+            self.method,
+            r=r,
+            blocks=None,
+            dense=self.dense,
+            trim_last=trim_last,
+            restore=self.restore,
+        )
         first.depth = self.depth
         first._layers = self._layers
         first.training = self.training
@@ -299,7 +346,8 @@ class FusedStack(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"method={self.method}, r={self.r!r}, blocks={self.blocks}, dense={self.dense}, trim_last={self.trim_last}"
+            f"method={self.method}, r={self.r!r}, blocks={self.blocks}, dense={self.dense}, "
+            f"trim_last={self.trim_last}, restore={self.restore!r}"
         )
 
 
@@ -315,22 +363,27 @@ def _refuse_proxy(x: object) -> None:
 class Run:
     """The states between the blocks of one iteration; kept per block so that recomputation finds its own.
 
-    last: what the last block returned, and the fused tokens behind it.
+    Their residuals are not kept: a block finds them in the tokens that it is given.
+    last: what the last block returned, the fused tokens behind it, and the state with its residual.
     """
 
     def __init__(self, stack: FusedStack) -> None:
         self.stack = stack
         self.schedule = stack.schedule
         self.states: dict[int, State] = {0: State()}
-        self.last: tuple[Tensor, Tensor] | None = None
+        self.last: tuple[Tensor, Tensor, State] | None = None
 
-    def fused(self, x: Tensor, state: State) -> Tensor:
-        """The fused tokens behind x (B N C): B M C."""
+    def fused(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """The fused tokens behind x (B N C), B M C, and the state with what x has beside them."""
         if state.positions is None:
-            return x
+            return x, state
         if self.last is not None and self.last[0] is x:  # hosts do not change tokens in place between blocks
-            return self.last[1]
-        return state.positions.source.first_of_slot(x)
+            return self.last[1:]
+        source, shares = state.positions.source, state.positions.shares
+        if not self.stack.keeps_residual:
+            return source.first_of_slot(x), state
+        tokens, _ = kernels.merge(x, source, weights=shares)
+        return tokens, State(state.sizes, state.positions, state.method_state, x - source.unpool(tokens))
 
 
 class _BlockProxy:
@@ -389,26 +442,28 @@ class BoundBlock(_BlockProxy):
         return iter([self._block])
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """B N C -> B N C: fuses inside, returns for each input token the value of its fused token."""
+        """B N C -> B N C: fuses inside, returns each input token as restored from its fused token."""
         _refuse_proxy(x)
         run, index = self._run, self._index
         stack = run.stack
         arguments = stack.host.arguments(*args, **kwargs)
         if index not in run.states:
             raise MctfError(f"block {index} of a fused stack was called before block {index - 1}: call them in order")
-        state = run.states[index]
-        tokens = run.fused(x, state)
+        tokens, state = run.fused(x, run.states[index])
         output = stack.run_block(
             index, tokens, state=state, arguments=arguments, initial=x.shape[1], schedule=run.schedule
         )
         if index + 1 not in run.states:  # gradient checkpointing calls again, from the last block to the first
             stack.notify(index, tokens, output)
-        state = state.after(output, shares=stack.host.uses_positions)
-        run.states[index + 1] = state
+        residual = stack.keeps_residual
+        shares = stack.host.uses_positions or residual
+        state = state.after(output, shares=shares, residual_of=tokens if residual else None)
+        run.states[index + 1] = State(state.sizes, state.positions, state.method_state)
         result = state.unpool(output.x)
         if index + 1 == stack.depth:
             restored = stack.method.restore_tokens(output.x, state.method_state)
             result = result if restored is None else restored
         # with gradient a checkpointed block must depend on nothing but what it is given; a trace has no gradient
-        run.last = None if result.requires_grad and not torch.jit.is_tracing() else (result, output.x)
+        trains = result.requires_grad and not torch.jit.is_tracing()
+        run.last = None if trains else (result, output.x, state)
         return result

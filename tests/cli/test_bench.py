@@ -34,6 +34,16 @@ def test_every_contender_is_measured(bench: Command, tmp_path: Path) -> None:
         assert rows["mctf"]["gflops"] < rows[BASELINE]["gflops"]
 
 
+def test_the_last_block_is_trimmed_on_request(bench: Command) -> None:
+    words = ("-r", 8, "-m", "tome", "--rounds", 1, "--batch", 1, "--json")
+    (trimmed,), (whole,) = (
+        json.loads(bench("test_vit", *words, *more).out)["tables"] for more in (["--trim-last"], [])
+    )
+    assert trimmed["title"] == whole["title"] + ", trimmed last block"
+    cheaper = [one["gflops"] < other["gflops"] for one, other in zip(trimmed["rows"], whole["rows"], strict=True)]
+    assert cheaper == [False, True, False]  # the upper bound drops tokens before its last block, and is not trimmed
+
+
 def test_training_is_timed_too(bench: Command) -> None:
     words = ("-r", 8, "-m", "mctf_exact", "--batch", 2, "--rounds", 2, "--training", "--json")
     facts = json.loads(bench("test_vit", *words).out)

@@ -105,6 +105,15 @@ def test_plan_prints_json(command) -> None:
     assert json.loads(out) == mctf.plan("deit_tiny_patch16_224", **options).as_dict()
 
 
+@pytest.mark.parametrize("word", ["--trim-last", "--no-trim-last"])
+def test_plan_trims_the_last_block(command, word: str) -> None:
+    code, out, _ = command("plan", "deit_tiny_patch16_224", "--flops", "0.6", "--method", "ward", word)
+    planned = mctf.plan("deit_tiny_patch16_224", flops=0.6, method="ward", trim_last=word == "--trim-last")
+    assert code == 0
+    assert out.strip() == str(planned)
+    assert planned.trimmed == (word == "--trim-last")
+
+
 def test_plan_gives_options_to_the_method(command) -> None:
     code, out, _ = command("plan", "deit_tiny_patch16_224", "--json", "--option", "attention=exact")
     assert code == 0

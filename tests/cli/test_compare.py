@@ -62,6 +62,17 @@ def test_json_in_a_file_and_a_plot(run: Command, basic: tuple[object, ...], tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.svg"]
 
 
+@pytest.mark.parametrize("word", ["--trim-last", "--no-trim-last"])
+def test_the_last_block_is_trimmed_at_equal_cost(run: Command, basic: tuple[object, ...], word: str) -> None:
+    answer = run(*basic, "--gflops", TARGET, "--methods", "tome,ward", word, "--json")
+    assert answer.code == 0, answer.err
+    model = timm.create_model("test_vit", num_classes=3)
+    for row in json.loads(answer.out)["rows"]:
+        planned = mctf.plan(model, method=row["method"], r=row["r"], trim_last=word == "--trim-last")
+        assert row["gflops"] == planned.gflops == pytest.approx(TARGET, rel=TOLERANCE)
+        assert planned.trimmed == (word == "--trim-last")
+
+
 def test_a_table_verdicts_refusals_and_notes(run: Command, basic: tuple[object, ...]) -> None:
     answer = run(*basic, "--gflops", LOW, "--methods", "tome,mctf,evit,dynamic_vit,a_vit,tome")
     assert answer.code == 0, answer.err

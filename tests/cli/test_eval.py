@@ -17,7 +17,7 @@ from helpers.shared_data import SHARED, needs_shared
 from mctf.cli.output import write_text
 
 KEYS = ["r", "method", "top1", "top5", "agreement", "kl", "kl_error", "class_cosine"]
-KEYS += ["gflops", "images_per_second", "mean_tokens"]
+KEYS += ["gflops", "images_per_second", "mean_tokens", "patch_cosine"]
 
 
 @pytest.fixture
@@ -70,6 +70,32 @@ class TestJson:
         assert rows[1]["kl"] > 0
         assert rows[1]["kl_error"] > 0
         assert rows[1]["gflops"] < rows[0]["gflops"]
+
+    def test_dense_adds_the_cosine_of_the_patches(self, run: Command, basic: list[object]) -> None:
+        (_, plain), (baseline, dense), (_, copied) = (
+            rows_of(run(*basic, "-r", "8", "--json", *words))
+            for words in ([], ["--dense"], ["--dense", "--restore=copy"])
+        )
+        assert plain["patch_cosine"] is None
+        assert baseline["patch_cosine"] == pytest.approx(1)
+        assert dense["patch_cosine"] != copied["patch_cosine"]
+        assert plain["gflops"] < dense["gflops"] == copied["gflops"]
+        assert plain["kl"] == pytest.approx(dense["kl"], rel=1e-4) == copied["kl"]
+        assert "patches" in run(*basic, "-r", "8", "--dense").out
+        assert "patches" not in run(*basic, "-r", "8").out
+
+    def test_the_last_block_is_trimmed_on_request(self, run: Command, basic: list[object]) -> None:
+        trimmed, whole = (
+            rows_of(run(*basic, "-r", "0,8", "-m", "tome", "--json", *words)) for words in (["--trim-last"], [])
+        )
+        assert [row["r"] for row in trimmed] == [0, 0, 8]  # trimmed, r = 0 is not the baseline
+        assert trimmed[0]["gflops"] == whole[0]["gflops"] > trimmed[1]["gflops"]
+        assert trimmed[2]["gflops"] < whole[1]["gflops"]
+        assert trimmed[2]["kl"] == pytest.approx(whole[1]["kl"], rel=1e-3)
+        chosen, off = (
+            rows_of(run(*basic, "--flops", "0.7", "-m", "ward", "--json", *words)) for words in ([], ["--no-trim-last"])
+        )
+        assert chosen[1]["r"] != off[1]["r"]  # at equal cost, more is fused where nothing is trimmed
 
     def test_says_what_was_measured(self, run: Command, basic: list[object], place: Path) -> None:
         found = json.loads(run(*basic, "-r", "4", "--json", "--device", "cpu", "--limit", "5").out)
@@ -177,7 +203,7 @@ class TestOutput:
     def test_an_interrupt_leaves_nothing(
         self, run: Command, basic: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def interrupted(*arguments: object) -> None:
+        def interrupted(*arguments: object, **options: object) -> None:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(mctf.evaluation.evaluate, "run_model", interrupted)
@@ -308,3 +334,16 @@ def test_the_published_fidelity_on_real_images(run: Command) -> None:
     assert merged["agreement"] == pytest.approx(82, abs=1)
     assert merged["kl"] == pytest.approx(0.1750, abs=0.006)
     assert merged["class_cosine"] == pytest.approx(0.9207, abs=0.002)
+
+
+@pytest.mark.slow
+@needs_shared(*SAMPLE)
+def test_residuals_bring_real_patches_closer_to_the_baselines(run: Command) -> None:
+    data, weights, _ = (SHARED / name for name in SAMPLE)
+    model = ["deit_tiny_patch16_224", "--data", data, "--weights", weights, "--limit", 24, "--crop-pct", 0.875]
+    found = {}
+    for restore in ("copy", "residual"):
+        words = ("--flops", 0.58, "-m", "ward,mctf", "--dense", "--restore", restore, "--json")
+        found[restore] = [row["patch_cosine"] for row in rows_of(run(*model, *words))[1:]]
+    for copied, restored, gain in zip(found["copy"], found["residual"], (0.03, 0.06), strict=True):
+        assert restored > copied + gain

@@ -112,6 +112,17 @@ def test_the_weight_of_a_token() -> None:
     torch.testing.assert_close(token_weights(a, sizes), torch.tensor([[0.2, 0.2]]))
 
 
+def test_equal_tokens_of_nearly_equal_weight_find_each_other() -> None:
+    x, weights = tokens(1, count=20)
+    pairs = torch.arange(20).roll(7) // 2
+    x, weights = x[:, pairs], weights[:, pairs]
+    for seed in range(5):
+        steps = torch.randint(-3, 4, weights.shape, generator=torch.Generator().manual_seed(seed))
+        nearly = weights * (1 + steps * torch.finfo(weights.dtype).eps)
+        assignment = cluster(squared_distances(x, protected=0), nearly, 10, protected=0, rounds=2)
+        assert all(len({int(pairs[token]) for token in each}) == 1 for image in groups(assignment, 0) for each in image)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_undefined_and_equal_tokens_fill_every_slot(value: float) -> None:
     x, weights = torch.full((2, 12, 4), value), token_weights(torch.full((2, 12), value), None)

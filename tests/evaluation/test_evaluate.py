@@ -62,6 +62,17 @@ class TestEvaluate:
             made = mctf.plan(model, r=setting.r, method=setting.method, blocks=setting.blocks, image_size=size)
             assert row.gflops == made.gflops
 
+    def test_patches_are_compared_where_every_token_is_returned(self) -> None:
+        for name, dense in (("plain", False), ("plain", True), ("mean_pool", False)):
+            model = make(name)
+            settings = [Setting("mctf", 0, dense=dense), Setting("mctf", 8, dense=dense)]
+            plain, fused = (row.patch_cosine for row in evaluate(model, make_batches(model, 4), settings).rows)
+            if name == "plain" and not dense:
+                assert plain is fused is None
+            else:
+                assert plain == pytest.approx(1)
+                assert 0 < fused < 0.9999
+
     def test_r_zero_is_the_baseline(self) -> None:
         model = make("plain")
         settings = [Setting(method, r) for method in ("mctf", "tome") for r in (0, 8)]

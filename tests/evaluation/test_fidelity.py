@@ -68,6 +68,15 @@ def test_cosine_is_a_mean_over_images() -> None:
     assert fidelity(fused, baseline).class_cosine == pytest.approx(0.5)
 
 
+def test_the_cosine_of_patches_is_a_mean_over_patches() -> None:
+    logits, pooled = torch.zeros(1, 3), torch.ones(1, 2)
+    fused = Output(logits, pooled, torch.tensor([[[9.0, 1.0], [1.0, 0.0], [3.0, 3.0]]]))
+    baseline = Output(logits, pooled, torch.tensor([[[-1.0, 0.0], [0.0, 2.0], [1.0, 1.0]]]))
+    found = average(score(fused, baseline, None, protected=1))
+    assert found.patch_cosine == pytest.approx(0.5)
+    assert average(score(Output(logits, pooled), baseline, None)).patch_cosine is None
+
+
 def test_unknown_is_none() -> None:
     same = output([0.2, 0.8])
     found = fidelity(same, same)

@@ -71,6 +71,7 @@ linear in both, so its logits are the mean of the logits of its content at each 
   per patch.
 - `forward_features` has one token per input token, except for timm's `VisionTransformer` with class token pooling: its
   tokens stay fused. Use `mctf.fuse(model, dense=True)` for heads of your own on its tokens.
+- Where every token is read, fused tokens are restored: see [dense.md](dense.md).
 - NaFlexVit takes batches of images of one size; padded batches need a mask, and masks are refused.
 
 ## Saving models of transformers

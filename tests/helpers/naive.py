@@ -75,7 +75,7 @@ def assert_as_naive(
     tokens = family.embed(model, images)
     expected = [run_naive(model, one, schedule, block) for one in tokens]
 
-    mctf.fuse(model, method, r=list(schedule), **options)
+    mctf.fuse(model, method, r=list(schedule), restore="copy", **options)
     with mctf.trace(model) as trace:
         output = run(model, images)
         features = family.features(model, images)

@@ -30,7 +30,7 @@ def assert_as_reference(model: nn.Module, images: Tensor, counts: list[int], met
     meant = reference.Options(**{**own, **options})
     expected = [slow_result(model, one, counts, method, meant) for one in tokens]
 
-    mctf.fuse(model, method, r=counts, **options)
+    mctf.fuse(model, method, r=counts, restore="copy", **options)
     with mctf.trace(model) as trace:
         output = family.run(model, images)
         features = family.features(model, images)

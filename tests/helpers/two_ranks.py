@@ -1,7 +1,8 @@
 """A script of two processes that prints what tests of DistributedDataParallel and FSDP2 compare, as one JSON object.
 
 python -m helpers.two_ranks MODEL/METHOD/HOW ...: in each of two processes started by torchrun. HOW is "ddp", or how the
-blocks are named to `fully_shard` after fusing: "iterate", "index", "children", "checkpoint" with gradient checkpointing; "before" for sharding before fusing.
+blocks are named to `fully_shard` after fusing: "iterate", "index", "children"; "checkpoint" for gradient checkpointing,
+"before" for sharding before fusing.
 """
 
 import json

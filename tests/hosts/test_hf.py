@@ -43,7 +43,7 @@ class TestHiddenStates:
         images = make_images(model, 2)
         if before:  # transformers attaches its hooks when states are first requested
             call(model, images, output_hidden_states=True)
-        mctf.fuse(model, r=8)
+        mctf.fuse(model, r=8, restore="copy")
         with mctf.trace(model) as trace:
             states = call(model, images, output_hidden_states=True).hidden_states
         assert [state.shape[1] for state in states] == [tokens_of(model)] * 5
@@ -135,7 +135,7 @@ def test_sdpa_and_eager_attention_agree(name: str) -> None:
     model.set_attn_implementation("sdpa")
     fast = run(model, images)
     model.set_attn_implementation("eager")
-    torch.testing.assert_close(run(model, images), fast, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(run(model, images), fast, atol=1e-5, rtol=1e-5)  # the weights of pooling are float32
 
 
 @pytest.mark.parametrize("name", ["hf_vit", "hf_deit", "hf_clip", "hf_siglip", "hf_dinov2", "hf_dinov3", "hf_beit"])

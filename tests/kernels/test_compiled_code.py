@@ -209,8 +209,7 @@ def test_pooling_of_many_slots(compiled, monkeypatch):
 
 
 def test_no_kernel_is_forgotten():
-    modules = (
-        f"mctf.kernels.triton.{name}" for name in ("attention", "clustering", "matching", "matching_large", "pooling")
-    )
+    files = ("attention", "clustering", "clustering_large", "matching", "matching_large", "pooling")
+    modules = (f"mctf.kernels.triton.{name}" for name in files)
     defined = {name for module in modules for name in vars(importlib.import_module(module)) if name.endswith("_kernel")}
     assert defined == {name for _, names in EACH_KERNEL.values() for name in names}

@@ -75,7 +75,7 @@ def test_every_model_is_as_described_or_refused(name: str) -> None:
         return
     schedule, images = [0, 1, 0, 1], make_images(model, 3)
     expected = run_each(model, images, naive_ats(), schedule)
-    mctf.fuse(model, "ats", r=schedule)
+    mctf.fuse(model, "ats", r=schedule, restore="copy")
     counts = assert_as_unpadded(model, images, expected)
     if name != "post_norm":  # without a norm before it, attention is so sharp that eight tokens remain of any image
         assert len({tuple(each) for each in counts}) > 1  # padding is tested

@@ -20,6 +20,7 @@ from .options import (
     output_option,
     schedule_option,
     threads_option,
+    trim_last_option,
 )
 from .output import check_outputs, give_json
 from .progress import Command, progress
@@ -69,6 +70,7 @@ Examples:
     show_default=True,
     help="Batch sizes, as in 1,8,64.",
 )
+@trim_last_option
 @image_size_option
 @dtype_option
 @click.option("--compile", "compiled", is_flag=True, help="Compile every contender with torch.compile.")
@@ -86,6 +88,7 @@ def command(
     schedule: Path | None,
     methods: list[str] | None,
     batches: list[int],
+    trim_last: bool | None,
     image_size: tuple[int, int] | None,
     dtype: str,
     compiled: bool,
@@ -149,7 +152,7 @@ def command(
     for name in models:  # refused before the first of them is timed
         host = find_host(create_empty(name, image_size=image_size))
         for request in requests:
-            request.resolve(host)
+            request.resolve(host, trim_last=trim_last)
     set_threads(threads)
     device, precision = pick_device(device_name), getattr(torch, dtype)
     tables: list[dict[str, Any]] = []
@@ -165,11 +168,13 @@ def command(
                 compiled=mode if compiled else None,
                 rounds=rounds,
                 training=precision if training else None,
+                trim_last=trim_last,
                 **amount,
             )
             where = describe_device(next(model.parameters()).device)
             title = f"{name}, {config.amount}, batch {batch}, {size[0]}x{size[1]}, {where}, {dtype}"
             title += ", forward and backward" if training else ""
+            title += "" if trim_last is None else f", {'' if trim_last else 'no '}trimmed last block"
             rows = _run(model, config, title)
             tables.append(
                 {"title": title, "rows": rows, "conclusive": inconclusive(rows) is None, "notes": verdicts(rows)}

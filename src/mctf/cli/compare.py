@@ -8,7 +8,7 @@ import click
 
 from .._utils import optional_import, plural
 from ..errors import MctfError
-from .options import BUDGETS, FILE, NAMES, Parsed, run_options, schedule_option
+from .options import BUDGETS, FILE, NAMES, Parsed, run_options, schedule_option, trim_last_option
 from .output import check_outputs, give_json
 from .progress import Command, open_run, progress
 
@@ -48,6 +48,7 @@ Examples:
     "--flops", "budgets", type=BUDGETS, help="Target costs as shares of the unfused model's FLOPs: 0.56 or 0.56,0.67."
 )
 @schedule_option
+@trim_last_option
 @click.option("--plot", type=FILE, help="Plot KL and accuracy over GFLOPs into this .png or .svg file.")
 @run_options
 def command(
@@ -55,6 +56,7 @@ def command(
     targets: list[float] | None,
     budgets: list[float] | None,
     schedule: Path | None,
+    trim_last: bool | None,
     plot: Path | None,
     output: Path | None,
     as_json: bool,
@@ -90,9 +92,14 @@ def command(
             sample = run.sample(_SAMPLE)
             baseline = plan(run.model, r=0, image_size=(sample.shape[2], sample.shape[3])).gflops_base
             targets = list(dict.fromkeys([*(targets or ()), *(share * baseline for share in budgets or ())]))
-            tuned = [] if saved is None else [schedule_candidate(run.model, saved, name=str(schedule), images=sample)]
+            tuned = []
+            if saved is not None:
+                name = str(schedule)
+                tuned = [schedule_candidate(run.model, saved, name=name, images=sample, trim_last=trim_last)]
             targets += [each.target for each in tuned if each.target is not None and each.target not in targets]
-            candidates, refusals = find_candidates(run.model, methods, targets, images=sample, tick=tick)
+            candidates, refusals = find_candidates(
+                run.model, methods, targets, images=sample, trim_last=trim_last, tick=tick
+            )
         candidates += tuned
         if not candidates:
             raise MctfError(f"no method can be compared: {refusals[0].reason}")

@@ -17,6 +17,7 @@ from .options import (
     options_option,
     parse_options,
     run_options,
+    trim_last_option,
 )
 from .output import check_outputs, give_json
 from .progress import Command, open_run, progress
@@ -43,6 +44,8 @@ Examples:
   mctf eval deit_tiny_patch16_224 --data val.zip \\
       --weights tiny.safetensors --classes classes.tsv \\
       -r 0,16 --method mctf,tome --json
+  mctf eval deit_small_patch16_224 --data imagenet/val \\
+      --method ward --flops 0.58 --dense
   torchrun --nproc-per-node 8 -m mctf eval deit_base_patch16_224 \\
       --data imagenet/val
 """,
@@ -54,6 +57,15 @@ Examples:
 @click.option("--method", "-m", "methods", type=NAMES, help="Methods, as in mctf,tome; mctf by default.")
 @options_option
 @blocks_option
+@trim_last_option
+@click.option("--dense", is_flag=True, help="One token per input token: adds the cosine of the patches.")
+@click.option(
+    "--restore",
+    type=click.Choice(("residual", "copy")),
+    default="residual",
+    show_default=True,
+    help="How tokens that were fused are restored where every token is read.",
+)
 @run_options
 def command(
     reductions: list["ReductionSpec"] | None,
@@ -62,15 +74,19 @@ def command(
     methods: list[str] | None,
     pairs: tuple[str, ...],
     blocks: tuple[int, ...] | None,
+    trim_last: bool | None,
+    dense: bool,
+    restore: str,
     output: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Top-1, top-5, fidelity, GFLOPs and images/s of MODEL (a timm name, or hf:NAME).
 
-    Agreement, KL and class-token cosine compare with the unfused model and need no labels. Mean, std, crop and
-    interpolation are those of the model. Every batch runs through all settings in turn. Under torchrun the ranks share
-    the images; each image counts once. --json adds the standard error of each KL, kl_error.
+    Agreement, KL and class-token cosine compare with the unfused model and need no labels. So does the cosine of the
+    patches, for models that give one token per input token: those that pool all of them, and all with --dense. Mean,
+    std, crop and interpolation are those of the model. Every batch runs through all settings in turn. Under torchrun
+    the ranks share the images; each image counts once. --json adds the standard error of each KL, kl_error.
     """
     check_outputs(output, inputs=(options["data"], options["weights"], options["classes"], *schedules))
     requests = _requests(methods, reductions, budgets, schedules, blocks, pairs)
@@ -79,7 +95,8 @@ def command(
     from ..evaluation.setup import RunOptions
 
     with open_run(RunOptions(**options)) as run:
-        settings = _settings(run.model, requests, blocks, parse_options(pairs))
+        reading = {"dense": dense, "trim_last": trim_last, "restore": restore}
+        settings = _settings(run.model, requests, blocks, parse_options(pairs), reading)
         steps = len(run.batches) * passes(settings)
         with progress("evaluating", steps, wanted=run.options.progress) as tick:
             evaluation = evaluate(run.model, run.batches, settings, tick=tick)
@@ -138,17 +155,18 @@ def _settings(
     requests: "Sequence[tuple[str, FusionRequest]]",
     blocks: tuple[int, ...] | None,
     options: dict[str, Any],
+    reading: dict[str, Any],
 ) -> list["Setting"]:
-    """What the requests come to on a model, each once."""
+    """What the requests come to on a model, each once. reading: which tokens are read, and how, see `Setting`."""
     from ..evaluation.evaluate import Setting
 
     settings: list[Setting] = []
     for name, request in requests:
         if request.r is not None and request.schedule is None:
-            setting = Setting(name, request.r, blocks, tuple(options.items()))
+            setting = Setting(name, request.r, blocks, tuple(options.items()), **reading)
         else:
             own = options if request.schedule is None else request.schedule.options
-            setting = Setting.of(request, model, options=own, label=name if request.schedule else "")
+            setting = Setting.of(request, model, options=own, label=name if request.schedule else "", **reading)
         if setting not in settings:  # by equality: the value of an option may be a list
             settings.append(setting)
     return settings

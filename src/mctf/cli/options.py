@@ -140,6 +140,11 @@ options_option: Decorator = click.option(
 blocks_option: Decorator = click.option(
     "--blocks", type=BLOCKS, help="Blocks that fuse; the method's default if unset."
 )
+trim_last_option: Decorator = click.option(
+    "--trim-last/--no-trim-last",
+    default=None,
+    help="Let the last block compute only what a head that reads the class token needs; the method's choice if unset.",
+)
 image_size_option: Decorator = click.option(
     "--image-size", type=IMAGE_SIZE, help="384 or 384x512 (height x width); the model's own by default."
 )

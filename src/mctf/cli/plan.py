@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .options import amount_options, blocks_option, image_size_option, json_option, options_option, parse_options
+from .options import (
+    amount_options,
+    blocks_option,
+    image_size_option,
+    json_option,
+    options_option,
+    parse_options,
+    trim_last_option,
+)
 from .output import echo
 from .progress import Command
 
@@ -30,6 +38,7 @@ Examples:
 @amount_options(None)
 @options_option
 @blocks_option
+@trim_last_option
 @image_size_option
 @json_option
 def command(
@@ -40,6 +49,7 @@ def command(
     method: str | None,
     pairs: tuple[str, ...],
     blocks: tuple[int, ...] | None,
+    trim_last: bool | None,
     image_size: tuple[int, int] | None,
     as_json: bool,
 ) -> None:
@@ -56,6 +66,7 @@ def command(
         schedule=schedule,
         method=method,
         blocks=blocks,
+        trim_last=trim_last,
         image_size=image_size,
         **parse_options(pairs),
     )

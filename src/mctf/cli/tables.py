@@ -16,13 +16,14 @@ from ..evaluation.evaluate import Row
 from ..evaluation.tune import Tuning
 from .output import echo, width
 
-_HEADINGS = ("method", "r", "top-1 %", "top-5 %", "agree %", "KL", "cosine", "GFLOPs", "images/s")
+_HEADINGS = ("method", "r", "top-1 %", "top-5 %", "agree %", "KL", "cosine", "patches", "GFLOPs", "images/s")
 _TIMINGS = ("contender", "ms", "spread", "images/s", "speed-up", "GFLOPs", "peak MiB", "error")
 _OVER_MATMUL = "over matmul"
 _MEAN = "*: r differs between blocks; this is the mean over the blocks that reduce, and --json lists them"
+_WHERE_KNOWN = ("patches",)  # columns that are left out where no row has a value
 _TEXT_COLUMNS = ("method", "contender", "remark")
 # Columns that a narrow terminal does without, the first ones first.
-_OPTIONAL = ("peak MiB", "target", "remark", "cosine", "error", "images/s", "top-5 %", "spread", "GFLOPs")
+_OPTIONAL = ("peak MiB", "target", "remark", "cosine", "patches", "error", "images/s", "top-5 %", "spread", "GFLOPs")
 
 
 def run_title(facts: dict[str, Any]) -> str:
@@ -96,7 +97,8 @@ def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, n
     """The title, a table of the columns that fit, and the notes, all within the width of the terminal."""
     console = Console(highlight=False, markup=False, emoji=False, width=width())
     unbounded = Console(width=10_000)  # a console measures nothing wider than itself
-    shown, left_out = list(headings), []
+    unknown = [name for place, name in enumerate(headings) if all(row[place] == "-" for row in rows)]
+    shown, left_out = [name for name in headings if name not in _WHERE_KNOWN or name not in unknown], []
     for heading in _OPTIONAL:
         if unbounded.measure(_table(headings, rows, shown)).maximum <= console.width:
             break
@@ -132,6 +134,7 @@ def _cells(row: Row) -> list[str]:
         _number(row.agreement, ".1f"),
         _number(row.kl, ".4f"),
         _number(row.class_cosine, ".4f"),
+        _number(row.patch_cosine, ".4f"),
         ("" if row.mean_tokens is None else "~") + _number(row.gflops, ".2f"),
         _number(row.images_per_second, ".1f"),
     ]

@@ -45,13 +45,13 @@ def cluster(distances: Tensor, weights: Tensor, r: int, *, protected: int, round
     """
     batch, n, _ = distances.shape
     index = torch.arange(n, device=distances.device)
+    later = index[None, :] >= index[:, None]
     mass = weights[:, protected:].to(distances.dtype)
-    mass = mass * (1 - index * torch.finfo(mass.dtype).eps)  # no two are equal
     root = index.expand(batch, -1)
     rounds = min(rounds, r)
     for number in range(rounds):
         k = r // rounds + (number < r % rounds)  # in equal parts, the remainder in the first rounds
-        costs = _join_costs(distances, mass)
+        costs = _join_costs(distances, mass, later)
         joining = costs.amin(dim=2).masked_fill_(mass == 0, float("inf")).topk(k, dim=1, largest=False).indices
         partner = costs.gather(1, joining[:, :, None].expand(-1, -1, n)).argmin(dim=2)  # of all tokens it takes longer
         parent = index.expand(batch, -1).scatter(1, joining, partner)
@@ -66,8 +66,8 @@ def cluster(distances: Tensor, weights: Tensor, r: int, *, protected: int, round
     return Assignment(torch.cat([first, slots], dim=1), protected + n - r)
 
 
-def _join_costs(distances: Tensor, mass: Tensor) -> Tensor:
-    """Ward's cost of joining a token of larger weight, inf for the other pairs: B n n.
+def _join_costs(distances: Tensor, mass: Tensor, later: Tensor) -> Tensor:
+    """Ward's cost of joining a token of larger weight (of equal ones, no `later`), inf for the other pairs: B n n.
 
     distances: mean squared distances E between the members of clusters. Their centers are E_ab - E_aa / 2 - E_bb / 2
     apart. A token of weight 0 is part of another cluster: nobody joins it, and its own row is to be ignored.
@@ -75,7 +75,8 @@ def _join_costs(distances: Tensor, mass: Tensor) -> Tensor:
     own, inverse = distances.diagonal(dim1=1, dim2=2) / 2, 1 / mass
     apart = distances - own[:, :, None] - own[:, None, :]
     costs = apart.div_(inverse[:, :, None] + inverse[:, None, :])
-    return costs.masked_fill_(mass[:, None, :] <= mass[:, :, None], float("inf"))
+    mine, other = mass[:, :, None], mass[:, None, :]
+    return costs.masked_fill_((other < mine) | ((other == mine) & later), float("inf"))
 
 
 def _join(distances: Tensor, mass: Tensor, joining: Tensor, target: Tensor) -> Tensor:

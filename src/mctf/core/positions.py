@@ -19,7 +19,8 @@ class TokenPositions:
     """The input positions of the current tokens.
 
     source: B N -> M, the token that covers each position.
-    shares: B N, float32, weight of each position in its token, summing to 1 per token; None where they are not needed.
+    shares: B N, at least float32, weight of each position in its token, summing to 1 per token; None where they are
+    not needed.
     """
 
     source: Assignment

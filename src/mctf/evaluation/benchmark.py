@@ -57,6 +57,7 @@ class BenchmarkConfig:
     """What is timed: methods with one r, at one batch and image size.
 
     flops, schedule: in place of r, a share of the baseline's FLOPs, or a schedule with its method.
+    trim_last: as for `mctf.fuse`, for all methods; the free-drop upper bound, too, where its last block drops nothing.
     """
 
     methods: tuple[str, ...]
@@ -68,6 +69,7 @@ class BenchmarkConfig:
     training: torch.dtype | None = None  # forward and backward under autocast to this dtype; None for forward alone
     flops: float | None = None
     schedule: Schedule | None = None
+    trim_last: bool | None = None
 
     def __post_init__(self) -> None:
         if self.compiled is not None and self.compiled not in (modes := torch._inductor.list_mode_options()):
@@ -81,13 +83,14 @@ class BenchmarkConfig:
         return f"r={self.r}" if self.flops is None else f"flops={self.flops:g}"
 
     def reduction(self, model: nn.Module, method: str) -> dict[str, Any]:
-        """r and the options of a method, as `fuse` and `plan` take them."""
+        """r, trim_last and the options of a method, as `fuse` and `plan` take them."""
         if self.schedule is not None:  # the upper bound drops as many tokens
             options = self.schedule.options if method == self.schedule.method else {}
-            return {"r": self.schedule.r, **options}
+            return {"r": self.schedule.r, "trim_last": self.trim_last, **options}
         request = FusionRequest.of(method, r=self.r, flops=self.flops, blocks=None, schedule=None, options={})
         host = find_host(model)
-        return {"r": request.resolve(host, host.architecture(self.image_size)).r}
+        setting = request.resolve(host, host.architecture(self.image_size), trim_last=self.trim_last)
+        return {"r": setting.r, "trim_last": self.trim_last}
 
     @property
     def uses_cuda_graphs(self) -> bool:

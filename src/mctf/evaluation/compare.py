@@ -107,23 +107,25 @@ def find_candidates(
     targets: Sequence[float],
     *,
     images: Tensor,
+    trim_last: bool | None = None,
     tick: Callable[[], object] = lambda: None,
 ) -> tuple[list[Candidate], list[Refusal]]:
     """Bring every method to every target (GFLOPs) on an unfused model; `tick` is called after each method.
 
     images: B 3 H W on the device and in the dtype of the model, a sample to measure the cost of adaptive methods on.
+    trim_last: as for `mctf.fuse`.
     """
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
     for method in methods:
         try:
-            sweep = sweep_reductions(model, method, images=images)
+            sweep = sweep_reductions(model, method, images=images, trim_last=trim_last)
         except MctfError as refused:
             refusals.append(Refusal(method, None, str(refused)))
         else:
             for target in targets if sweep is not None else (None,):
                 try:
-                    candidates.append(_candidate(model, method, sweep, target, images))
+                    candidates.append(_candidate(model, method, sweep, target, images, trim_last))
                 except MctfError as refused:
                     refusals.append(Refusal(method, target, str(refused)))
         tick()
@@ -131,25 +133,33 @@ def find_candidates(
 
 
 def _candidate(
-    model: nn.Module, method: str, sweep: ReductionSweep | None, target: float | None, images: Tensor
+    model: nn.Module,
+    method: str,
+    sweep: ReductionSweep | None,
+    target: float | None,
+    images: Tensor,
+    trim_last: bool | None,
 ) -> Candidate:
     """A candidate that has run on one image: some refusals are only raised in a forward pass."""
     made = make_method(method, {})
     r = made.default_r if sweep is None or target is None else sweep.closest(target)
     with warnings.catch_warnings(action="ignore", category=UntrainedWarning), torch.inference_mode():
-        fused = fuse(copy_sharing_weights(model), method, r=r).eval()
+        fused = fuse(copy_sharing_weights(model), method, r=r, trim_last=trim_last).eval()
         fused(images[:1])
     untrained = bool(fused_stack(fused).layers) and not stashed_layers(model)
-    return Candidate(Setting(method, r), target, kind_of(made), untrained)
+    return Candidate(Setting(method, r, trim_last=trim_last), target, kind_of(made), untrained)
 
 
-def schedule_candidate(model: nn.Module, schedule: Schedule, *, name: str, images: Tensor) -> Candidate:
+def schedule_candidate(
+    model: nn.Module, schedule: Schedule, *, name: str, images: Tensor, trim_last: bool | None = None
+) -> Candidate:
     """A tuned schedule as a candidate at its own cost; raises MctfError where it is of another model."""
     options = dict(schedule.options)
     request = FusionRequest.of(None, r=None, flops=None, blocks=None, schedule=schedule, options={})
-    setting = Setting.of(request, model, options=options, label=f"{schedule.method} ({Path(name).stem})")
+    label = f"{schedule.method} ({Path(name).stem})"
+    setting = Setting.of(request, model, options=options, label=label, trim_last=trim_last)
     size = (images.shape[2], images.shape[3])
-    gflops = plan(model, schedule=schedule, image_size=size).gflops
+    gflops = plan(model, schedule=schedule, image_size=size, trim_last=trim_last).gflops
     return Candidate(setting, gflops, kind_of(request.method), untrained=False)
 
 

@@ -28,6 +28,7 @@ from ..methods import make_method
 from ..methods._layers import UntrainedWarning, stashed_layers
 from ..models.loading import copy_sharing_weights
 from ..planning import FusionRequest, Plan, plan
+from ..stack import RESTORES
 from .adaptive_flops import MeasuredCost, count_tokens, measured_cost
 from .fidelity import Output, Scores, average, concatenate, run_model, score
 from .significance import standard_error
@@ -41,6 +42,7 @@ class Setting:
     """One way to fuse the model, as `mctf.fuse` takes it. r = 0 is the baseline.
 
     options: of the method, as pairs of name and value. label: in place of the method's name in tables.
+    dense, trim_last, restore: as for `mctf.fuse`.
     """
 
     method: str = "mctf"
@@ -48,18 +50,32 @@ class Setting:
     blocks: tuple[int, ...] | None = None
     options: tuple[tuple[str, Any], ...] = ()
     label: str | None = None
+    dense: bool = False
+    trim_last: bool | None = None
+    restore: str = RESTORES[0]
 
     @classmethod
-    def of(cls, request: FusionRequest, model: nn.Module, *, options: Mapping[str, Any], label: str = "") -> "Setting":
+    def of(
+        cls,
+        request: FusionRequest,
+        model: nn.Module,
+        *,
+        options: Mapping[str, Any],
+        label: str = "",
+        dense: bool = False,
+        trim_last: bool | None = None,
+        restore: str = RESTORES[0],
+    ) -> "Setting":
         """What a request for a budget or a schedule comes to on a model, at the model's own image size."""
-        setting = request.resolve(find_host(model))
+        setting = request.resolve(find_host(model), dense=dense, trim_last=trim_last)
         per_block = isinstance(setting.r, (tuple, list))
         blocks = None if per_block else setting.blocks
-        return cls(setting.method.name, setting.r, blocks, tuple(options.items()), label or None)
+        name, pairs = setting.method.name, tuple(options.items())
+        return cls(name, setting.r, blocks, pairs, label or None, dense, trim_last, restore)
 
     @property
     def is_baseline(self) -> bool:
-        return self.r == 0
+        return self.r == 0 and not self.trim_last
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,7 @@ class Row:
     gflops: float
     images_per_second: float
     mean_tokens: tuple[float, ...] | None = None
+    patch_cosine: float | None = None
 
 
 @dataclass(frozen=True)
@@ -116,8 +133,12 @@ def evaluate(
     host = find_host(model)
     for setting in settings:
         _check(setting, host)
-    baseline = _Measured(copy_sharing_weights(model).eval())
-    measured = [baseline if setting.is_baseline else _Measured.fused(model, setting) for setting in settings]
+    every = host.reads_every_token
+    baseline = _Measured(copy_sharing_weights(model).eval(), every_token=every or any(each.dense for each in settings))
+    measured = [
+        baseline if setting.is_baseline else _Measured.fused(model, setting, every_token=every or setting.dense)
+        for setting in settings
+    ]
     unique = list(dict.fromkeys([baseline, *measured]))
 
     batches = iter(batches)
@@ -132,7 +153,7 @@ def evaluate(
         reference = baseline.run(pixels)
         for each in unique:
             output = reference if each is baseline else each.run(pixels)
-            each.scores.append(score(output, reference, batch.labels, classifies=classifies))
+            each.scores.append(score(output, reference, batch.labels, classifies=classifies, protected=host.protected))
             tick()
     for each in unique:
         each.gather()
@@ -174,18 +195,28 @@ def _check(setting: Setting, host: Host) -> None:
 def _plan(model: nn.Module, setting: Setting, architecture: Architecture) -> Plan:
     if setting.method == BASELINE:
         return plan(model, r=0, architecture=architecture)
-    options = dict(setting.options)
-    return plan(model, r=setting.r, blocks=setting.blocks, method=setting.method, architecture=architecture, **options)
+    return plan(
+        model,
+        r=setting.r,
+        blocks=setting.blocks,
+        method=setting.method,
+        dense=setting.dense,
+        trim_last=setting.trim_last,
+        architecture=architecture,
+        **dict(setting.options),
+    )
 
 
 @dataclass(eq=False)
 class _Measured:
     """A model under one setting and what was measured with it.
 
+    every_token: whether it returns one token per input token.
     untrained: whether the method has layers without trained weights. counts: tokens per image, for adaptive methods.
     """
 
     model: nn.Module
+    every_token: bool
     adaptive: bool = False
     untrained: bool = False
     counts: list[Tensor] = field(default_factory=list)
@@ -194,22 +225,26 @@ class _Measured:
     images_per_second: float = 0.0
 
     @classmethod
-    def fused(cls, model: nn.Module, setting: Setting) -> "_Measured":
+    def fused(cls, model: nn.Module, setting: Setting, *, every_token: bool) -> "_Measured":
         with warnings.catch_warnings(action="ignore", category=UntrainedWarning):  # a note reports it
             fused = fuse(
                 copy_sharing_weights(model),
                 setting.method,
                 r=setting.r,
                 blocks=setting.blocks,
+                dense=setting.dense,
+                trim_last=setting.trim_last,
+                restore=setting.restore,
                 **dict(setting.options),
             )
         stack = fused_stack(fused)
-        return cls(fused.eval(), stack.method.adaptive, untrained=bool(stack.layers) and not stashed_layers(model))
+        untrained = bool(stack.layers) and not stashed_layers(model)
+        return cls(fused.eval(), every_token, stack.method.adaptive, untrained)
 
     def run(self, pixels: Tensor) -> Output:
         """Predictions for one batch; the forward pass is timed."""
         timer = partial(self.throughput.run, images=len(pixels), device=pixels.device)
-        output = run_model(self.model, pixels, timer)
+        output = run_model(self.model, pixels, timer, every_token=self.every_token)
         if not output.logits.isfinite().all():
             raise MctfError(f"the model gives infinite or undefined numbers in {pixels.dtype}: use float32 or bfloat16")
         if self.adaptive:  # in a separate pass: tracing takes time

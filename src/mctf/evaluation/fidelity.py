@@ -1,6 +1,6 @@
 """Accuracy of a fused model and its fidelity to the unfused model, the baseline.
 
-Axes: B images, K classes, C channels.
+Axes: B images, K classes, N tokens, C channels.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +17,25 @@ class Output:
     """What a model predicts for a batch.
 
     logits: B K. pooled: B C, the input of the classifier: the final normalized class token, or the pooled tokens of a
-    model without a class token.
+    model without a class token. tokens: B N C, final normalized ones, one per input token; None where there are fewer.
     """
 
     logits: Tensor
     pooled: Tensor
+    tokens: Tensor | None = None
 
 
-def run_model(model: Any, pixels: Tensor, timer: Callable[[Callable[[], Any]], Any] = lambda call: call()) -> Output:
+def run_model(
+    model: Any,
+    pixels: Tensor,
+    timer: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+    *,
+    every_token: bool = False,
+) -> Output:
     """Logits and pooled features of a batch (B 3 H W), from one pass through the blocks.
 
     timer: runs the forward pass. The pooled features are read after it and are not part of the timed call.
+    every_token: whether the model returns one token per input token, which are then part of the output.
     """
 
     def forward() -> tuple[Any, Tensor]:
@@ -35,7 +43,8 @@ def run_model(model: Any, pixels: Tensor, timer: Callable[[Callable[[], Any]], A
         return tokens, model.forward_head(tokens)
 
     tokens, logits = timer(forward)
-    return Output(logits, model.forward_head(tokens, pre_logits=True))
+    every = tokens if every_token and isinstance(tokens, Tensor) and tokens.dim() == 3 else None
+    return Output(logits, model.forward_head(tokens, pre_logits=True), every)
 
 
 def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
@@ -53,6 +62,7 @@ class Scores:
     agreement: Tensor | None
     kl: Tensor | None
     class_cosine: Tensor
+    patch_cosine: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,8 @@ class Fidelity:
     agreement: percent of images with the same top prediction as the baseline.
     kl: KL(baseline || fused) in nats.
     class_cosine: cosine similarity of the pooled features of both.
+    patch_cosine: cosine similarity of the final normalized patches of both, the mean over patches; known where the
+    fused model returns one token per input token.
     """
 
     top1: float | None
@@ -70,12 +82,16 @@ class Fidelity:
     agreement: float | None
     kl: float | None
     class_cosine: float | None
+    patch_cosine: float | None = None
 
 
-def score(output: Output, reference: Output, labels: Tensor | None, *, classifies: bool = True) -> Scores:
-    """Scores of one batch. classifies: whether logits belong to classes; otherwise only the cosine is defined.
+def score(
+    output: Output, reference: Output, labels: Tensor | None, *, classifies: bool = True, protected: int = 0
+) -> Scores:
+    """Scores of one batch. classifies: whether logits belong to classes; otherwise only the cosines are defined.
 
-    Everything is computed in float64 on the CPU, so that measuring adds no rounding error.
+    protected: number of leading tokens that are no patches. Everything but the many cosines of patches is computed in
+    float64 on the CPU, so that measuring adds no rounding error.
     """
     logits, baseline = output.logits.cpu().double(), reference.logits.cpu().double()
     top1 = top5 = agreement = kl = None
@@ -87,7 +103,11 @@ def score(output: Output, reference: Output, labels: Tensor | None, *, classifie
             hits = classes == labels.cpu()[:, None]
             top1, top5 = _percent(hits[:, 0]), _percent(hits.any(dim=1))
     cosine = F.cosine_similarity(output.pooled.cpu().double(), reference.pooled.cpu().double(), dim=1)
-    return Scores(top1, top5, agreement, kl, cosine)
+    patches = None
+    if output.tokens is not None and reference.tokens is not None:
+        fused, plain = (each[:, protected:].float() for each in (output.tokens, reference.tokens))
+        patches = F.cosine_similarity(fused, plain, dim=2).cpu().double().mean(dim=1)
+    return Scores(top1, top5, agreement, kl, cosine, patches)
 
 
 def _top_classes(logits: Tensor) -> Tensor:

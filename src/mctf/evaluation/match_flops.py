@@ -27,17 +27,19 @@ from .adaptive_flops import count_tokens, measured_cost
 _BATCH = 32
 
 
-def sweep_reductions(model: nn.Module, method: str, *, images: Tensor) -> ReductionSweep | None:
+def sweep_reductions(
+    model: nn.Module, method: str, *, images: Tensor, trim_last: bool | None = None
+) -> ReductionSweep | None:
     """The sweep of a method over r on an unfused model; None where the cost does not depend on r.
 
     images: B 3 H W, on the device and in the dtype of the model; the cost is for their size, or measured on them.
-    Raises MctfError where the method does not support the model.
+    trim_last: as for `mctf.fuse`. Raises MctfError where the method does not support the model.
     """
     architecture = find_host(model).architecture((images.shape[2], images.shape[3]))
 
     @cache
     def planned(r: ReductionSpec | None) -> Plan:
-        return plan(model, method=method, r=r, architecture=architecture)
+        return plan(model, method=method, r=r, trim_last=trim_last, architecture=architecture)
 
     @cache
     def measured(r: ReductionSpec) -> float:
