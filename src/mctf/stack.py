@@ -284,6 +284,7 @@ class FusedStack(nn.Module):
             training=self.training,
             next_reduces=any(schedule[index + 1 : index + 2]),
             amount=amount,
+            dense=self.dense,
         )
         module = self.block_modules()[index]
         block = self.host.ops(module, arguments, state.positions)

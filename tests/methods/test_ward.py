@@ -3,12 +3,13 @@
 import pytest
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import mctf
 from mctf.core.schedule import ReductionSpec, reductions
 from mctf.hosts import find_host
 from mctf.methods import make_method
+from mctf.methods.base import BlockOutput
 
 
 @pytest.fixture
@@ -90,6 +91,23 @@ def test_a_block_is_exact_attention_then_fusion(model: nn.Module) -> None:
         y = y + later.mlp(later.norm2(y))
     torch.testing.assert_close(model.norm(y), fused, rtol=1e-4, atol=1e-4)
     assert block is not None
+
+
+@torch.no_grad()
+def test_a_dense_model_weighs_tokens_by_their_size(model: nn.Module) -> None:
+    outputs = []
+
+    class Recorder:
+        def record(self, index: int, x: Tensor, output: BlockOutput) -> None:
+            outputs.append(output)
+
+    mctf.fuse(model, "ward", r=0.3, dense=True)
+    with model.blocks.observed_by(Recorder()):
+        model(torch.randn(2, 3, 96, 96))
+    first, second = outputs[1:3]
+    assert torch.equal(first.weights, torch.ones(2, 37))
+    assert torch.equal(second.weights, first.sizes)
+    assert first.informativeness is None
 
 
 def test_cost_counts_the_whole_matching(model: nn.Module) -> None:

@@ -147,14 +147,18 @@ def match(
 
 @torch.no_grad()
 def cluster(
-    x: Tensor, received: Tensor, sizes: Tensor | None, *, r: int, protected: int, rounds: int
-) -> tuple[Assignment, Tensor, Tensor]:
+    x: Tensor, received: Tensor | None, sizes: Tensor | None, *, r: int, protected: int, rounds: int
+) -> tuple[Assignment, Tensor | None, Tensor]:
     """The assignment of N tokens (x: B N C, sizes: B N) to N - r slots by Ward's cost; see `core.clustering`.
 
-    Also the informativeness of each token, B N, above 0: the sum of `received` (B G N) over G; and its weight, B N.
+    Also the informativeness of each token, B N, above 0: the sum of `received` (B G N) over G; and its weight, B N,
+    which is its size where nothing was received.
     """
-    a = core_attention.total_received(received)
-    weights = core_clustering.token_weights(a, sizes)
+    if received is None:
+        a, weights = None, core_attention.at_least_float32(torch.ones_like(x[..., 0])) if sizes is None else sizes
+    else:
+        a = core_attention.total_received(received)
+        weights = core_clustering.token_weights(a, sizes)
     if use_kernels(x) and clustering_ops.fits(x.shape[1], protected):
         slots, order, start = clustering_ops.cluster(x, weights, r, protected, rounds)
         return Assignment(slots, x.shape[1] - r, order, start), a, weights

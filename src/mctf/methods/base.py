@@ -130,7 +130,7 @@ class BlockContext:
 
     r: number of tokens to remove. protected: number of leading tokens that stay in place.
     index: the block's number, of `depth`. amount: the schedule's entry for the block, for methods that count tokens per
-    image. next_reduces: whether the next block reduces too.
+    image. next_reduces: whether the next block reduces too. dense: whether the user asked for every token.
     method_state: the method's own state from the block before, None at first.
     layers: the method's learned layers for this block. training: whether learned methods behave as in training.
     """
@@ -144,6 +144,7 @@ class BlockContext:
     training: bool = False
     next_reduces: bool = False
     amount: Amount = 0
+    dense: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Ward: tokens clustered by Ward's cost, attention exact, from a quarter of the depth on.
 
 A token's weight is the attention that it receives, times the root of its size. Two tokens are fused where that adds
-least to the weighted squared error of the tokens. There is no temperature and nothing to train.
+least to the weighted squared error of the tokens. There is no temperature and nothing to train. In a `dense` model every
+token counts alike, whoever attends to it: a token's weight is its size.
 
 Axes: B images, N tokens, M = N - r tokens after fusion, C channels.
 """
@@ -86,7 +87,10 @@ class Ward(Method):
             return BlockOutput(run_unfused(block, x, key_sizes), sizes)
         h = block.norm1(x)
         q, k, v = block.queries_keys_values(h)
-        context, received = block.attend_with_received(q, k, v, sizes=key_sizes, rows=self.informativeness)
+        if ctx.dense:
+            context, received = block.attend(q, k, v, sizes=key_sizes), None
+        else:
+            context, received = block.attend_with_received(q, k, v, sizes=key_sizes, rows=self.informativeness)
         context = block.finish_context(context, h)
         assignment, a, weights = kernels.cluster(
             x, received, sizes, r=ctx.r, protected=ctx.protected, rounds=self.rounds
