@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .hosts import register_host
     from .methods import methods, register_method
     from .planning import Plan, plan
+    from .saving import load, save
     from .tracing import Trace, trace
 
 __version__ = "0.1.0"
@@ -26,10 +27,12 @@ __all__ = [
     "Plan",
     "Trace",
     "fuse",
+    "load",
     "methods",
     "plan",
     "register_host",
     "register_method",
+    "save",
     "set_r",
     "trace",
     "unfuse",
@@ -40,9 +43,11 @@ _HOMES = {
     "Plan": "planning",
     "Trace": "tracing",
     "fuse": "api",
+    "load": "saving",
     "plan": "planning",
     "register_host": "hosts",
     "register_method": "methods",
+    "save": "saving",
     "set_r": "api",
     "trace": "tracing",
     "unfuse": "api",

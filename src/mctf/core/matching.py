@@ -114,10 +114,9 @@ def rank_descending(values: Tensor) -> Tensor:
 
 
 def _join(alpha_slots: Tensor, beta_slots: Tensor, protected: int, r: int) -> Assignment:
-    """Interleave the slots of both sides in token order, protected tokens first."""
-    batch = alpha_slots.shape[0]
-    tokens = protected + alpha_slots.shape[1] + beta_slots.shape[1]
-    slots = torch.arange(tokens, device=alpha_slots.device).repeat(batch, 1)
-    alpha(slots, protected).copy_(alpha_slots)
-    beta(slots, protected).copy_(beta_slots)
-    return Assignment(slots, tokens - r)
+    """Interleave the slots of both sides in token order, protected tokens first. Nothing is written in place: vmap."""
+    first, second = (beta_slots, alpha_slots) if protected % 2 else (alpha_slots, beta_slots)
+    pairs = torch.stack([first[:, : second.shape[1]], second], dim=2).flatten(1)
+    front = torch.arange(protected, device=pairs.device).expand(pairs.shape[0], -1)
+    slots = torch.cat([front, pairs, first[:, second.shape[1] :]], dim=1)
+    return Assignment(slots, slots.shape[1] - r)
