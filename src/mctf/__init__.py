@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .api import fuse, set_r, unfuse
+    from .deploy.export import export
+    from .deploy.exported import load_exported
     from .errors import MctfError
     from .hosts import register_host
     from .methods import methods, register_method
@@ -26,8 +28,10 @@ __all__ = [
     "MctfError",
     "Plan",
     "Trace",
+    "export",
     "fuse",
     "load",
+    "load_exported",
     "methods",
     "plan",
     "register_host",
@@ -42,8 +46,10 @@ _HOMES = {
     "MctfError": "errors",
     "Plan": "planning",
     "Trace": "tracing",
+    "export": "deploy.export",
     "fuse": "api",
     "load": "saving",
+    "load_exported": "deploy.exported",
     "plan": "planning",
     "register_host": "hosts",
     "register_method": "methods",

@@ -50,7 +50,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     (folder / "empty").write_bytes(b"")
     (folder / "text.txt").write_text("not what it should be\n")
     (folder / "binary").write_bytes(bytes(range(256)) * 40)
-    (folder / "binary.png").write_bytes(bytes(range(256)) * 40)
+    for suffix in (".png", ".onnx", ".xml", ".pt2"):
+        (folder / f"binary{suffix}").write_bytes(bytes(range(256)) * 40)
+    (folder / "empty.onnx").write_bytes(b"")
+    (folder / "images.pt2").write_bytes((folder / "images.zip").read_bytes())
     (folder / "empty.png").write_bytes(b"")
     (folder / "half.png").write_bytes((images / "a" / "0.png").read_bytes()[:200])
     (folder / "half.zip").write_bytes((folder / "images.zip").read_bytes()[:500])

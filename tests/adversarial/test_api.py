@@ -156,6 +156,14 @@ def test_arguments(value: str, model: Any, images: torch.Tensor, tmp_path: Path,
         lambda: mctf.trace(given).__enter__(),
         lambda: mctf.register_host(given, len),
         lambda: mctf.register_method(given),
+        lambda: mctf.export(given, "out.pt2", "pt2"),
+        lambda: mctf.export(model, given, "pt2"),
+        lambda: mctf.export(model, "out.pt2", given),
+        lambda: mctf.export(model, "out.pt2", "pt2", batch=given),
+        lambda: mctf.export(model, "out.pt2", "pt2", dtype=given),
+        lambda: mctf.export(model, "out.pt2", "pt2", images=given),
+        lambda: mctf.export(model, "out.pt2", "pt2", check=given),
+        lambda: mctf.load_exported(given),
     ]
     if value not in ("set", "dict", "class", "function"):
         calls.append(lambda: mctf.fuse(model, r=3, blocks=given))

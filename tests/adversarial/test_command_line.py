@@ -13,6 +13,7 @@ EVAL = "eval embedded --data {images} -r 0 --limit 2"
 COMPARE = "compare embedded --data {images} --methods tome --gflops 0.5 --limit 2"
 FINETUNE = "finetune embedded --data {images} --validation {images} -r 4 --epochs 1 --batch 2"
 VISUALIZE = "visualize {picture.png} --model embedded"
+EXPORT = "export embedded --output out.onnx"
 BENCH = "bench embedded --rounds 1 --batch 1"
 REPRODUCE = "reproduce embedded --data {images} --out out --only criteria --limit 2"
 DEMO = "demo --rounds 1 --batch 1"
@@ -497,8 +498,53 @@ DEMONSTRATION = [
     (DEMO + " -o {null}", "/dev/null"),
 ]
 
+EXPORTING = [
+    ("export", "Missing argument 'MODEL'"),
+    ("export embedded", "Missing option '--output'"),
+    ("export embedded --output ''", "the name is empty"),
+    ("export embedded --output out.txt", "out.txt should end in .onnx"),
+    ("export embedded --output out.onnx --format openvino", "out.onnx should end in .xml"),
+    ("export embedded --output nowhere/out.onnx", "there is no folder nowhere"),
+    ("export embedded --output /proc/out.onnx", "/proc"),
+    ("export embedded --output {binary.onnx} --weights {binary.onnx}", "is an input"),
+    (EXPORT + " --format onyx", "did you mean 'onnx'"),
+    (EXPORT + " --format ''", "format '' is unknown"),
+    (EXPORT + " --method ats", "shapes depend on the data"),
+    (EXPORT + " --method a_vit", "shapes depend on the data"),
+    (EXPORT + " --method wrd", "did you mean 'ward'"),
+    (EXPORT + " --method ward --option round=3", "has no option 'round'"),
+    (EXPORT + " -r 4 --flops 0.5", "give one of them"),
+    (EXPORT + " --batch 0", "--batch"),
+    (EXPORT + " --dtype int8", "--dtype"),
+    (EXPORT + " --images 0", "--images"),
+    (EXPORT + " --data nowhere", "nowhere"),
+    (EXPORT + " --data {unreadable}", "unreadable"),
+    (EXPORT + " --weights nowhere", "nowhere"),
+    (EXPORT + " --weights {nan.pt}", "nan.pt"),
+    (EXPORT + " --weights {weights.pt} --random-weights", "exclude each other"),
+    ("export resnet18 --random-weights --output out.onnx", "ResNet"),
+    ("eval nowhere.onnx --data {images}", "there is no file 'nowhere.onnx'"),
+    ("eval {binary.onnx} --data {images}", "cannot be loaded as onnx"),
+    ("eval {empty.onnx} --data {images}", "empty.onnx"),
+    ("eval {binary.xml} --data {images}", "cannot be loaded as openvino"),
+    ("eval {binary.pt2} --data {images}", "cannot be loaded as pt2"),
+    ("eval {images.pt2} --data {images}", "images.pt2"),
+    ("bench nowhere.pt2", "there is no file 'nowhere.pt2'"),
+    ("bench {binary.onnx}", "cannot be loaded as onnx"),
+    ("bench {binary.onnx} embedded", "give files alone"),
+    ("bench {binary.onnx} -m tome", "give files alone"),
+    (BENCH + " --format onyx", "did you mean 'onnx'"),
+    (BENCH + " --format ''", "--format is empty"),
+    (BENCH + " --format torch --compile", "leave out --training, --compile"),
+    (BENCH + " --format torch --device cuda", "exported models run on the CPU"),
+    (BENCH + " --format torch -m wrd", "did you mean 'ward'"),
+    (BENCH + " --weights {weights.pt}", "--weights is for the KL of --format"),
+    ("bench embedded test_vit --format torch", "--format takes one model"),
+]
+
 CASES = [
     *GROUP,
+    *EXPORTING,
     *SCHEDULES,
     *BUDGETS,
     *TUNING,

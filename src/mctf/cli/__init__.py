@@ -25,6 +25,7 @@ _COMMANDS = {
     "tune": "How many tokens each block should fuse, on your own images.",
     "finetune": "Fine-tune a model for token fusion.",
     "bench": "Speed of unfused, fused and free-drop models, in one run.",
+    "export": "Write a fused model for ONNX Runtime, OpenVINO or AOTInductor.",
     "reproduce": "Reproduce the paper's tables and figures, as one page.",
     "visualize": "Draw which patches were fused.",
     "demo": "Try it on this machine, without downloads.",

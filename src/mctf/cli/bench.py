@@ -1,5 +1,8 @@
 """`mctf bench`: speed of unfused, fused and free-drop models, all timed in one run."""
 
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -7,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import MctfError, is_out_of_memory
+from ..errors import MctfError, did_you_mean, is_out_of_memory
 from .options import (
+    FILE,
     NAMES,
     REDUCTIONS,
     Parsed,
@@ -27,6 +31,7 @@ from .progress import Command, progress
 
 if TYPE_CHECKING:
     from ..core.schedule import ReductionSpec
+    from ..deploy.benchmark import Contender
     from ..evaluation.benchmark import BenchmarkConfig, Measurement
 
 _LARGEST_BATCH = 10**9
@@ -55,6 +60,9 @@ Examples:
       --compile --mode reduce-overhead
   mctf bench deit_small_patch16_224 --batch 256 --dtype bfloat16 \\
       --compile --training
+  mctf bench deit_small_patch16_224 --format torch,onnx,openvino \\
+      --method ward --flops 0.56 --batch 1,8
+  mctf bench deit_small.onnx deit_small_ward.onnx --batch 1,8
 """,
 )
 @click.argument("models", nargs=-1, required=True, metavar="MODEL…")
@@ -76,6 +84,13 @@ Examples:
 @click.option("--compile", "compiled", is_flag=True, help="Compile every contender with torch.compile.")
 @click.option("--training", is_flag=True, help="Time forward and backward; --dtype is that of autocast.")
 @click.option("--mode", default="default", show_default=True, help="Mode of torch.compile: reduce-overhead, …")
+@click.option(
+    "--format",
+    "formats",
+    type=NAMES,
+    help="On the CPU, unfused and fused, in these formats: torch,onnx,openvino,aoti,pt2.",
+)
+@click.option("--weights", type=FILE, help="Weights file, for the KL of --format; random weights by default.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Timings per contender.")
 @device_option
 @threads_option
@@ -94,27 +109,48 @@ def command(
     compiled: bool,
     training: bool,
     mode: str,
+    formats: list[str] | None,
+    weights: Path | None,
     rounds: int,
     device_name: str | None,
     threads: int | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Images/s of MODEL… (timm names, or hf:NAME), unfused and fused.
+    """Images/s of MODEL… (timm names, hf:NAME, or files of mctf export), unfused and fused.
 
     Contenders: the unfused model (baseline), each method, and the free-drop upper bound, which drops as many tokens at
     no cost. On a GPU in reduced precision fused models embed patches by a matrix product; there the unfused model with
     that product is a second baseline. Weights are random, as speed does not depend on them. Every fused model is first
     checked against reference operations in float32. Contenders are timed in turn in every round. Figures are medians
     over rounds; a speed-up is the median of the ratios within rounds.
+
+    Exported files are timed against each other. --format exports the unfused and the fused models first.
     """
-    check_outputs(output, inputs=(schedule,))
+    check_outputs(output, inputs=(schedule, weights))
     if reductions is not None and budgets is not None:
         raise MctfError("-r and --flops both say how much to fuse: give one of them")
     if mode != "default" and not compiled:
         raise MctfError(f"--mode {mode} belongs to torch.compile: add --compile")
 
     import torch
+
+    from ..deploy.exported import is_exported
+
+    files = [is_exported(name) for name in models]
+    if any(files) or formats is not None:
+        if training or compiled or dtype != "float32" or device_name not in (None, "cpu"):
+            raise MctfError("exported models run on the CPU: leave out --training, --compile, --dtype and --device")
+        if any(files) and not (all(files) and not any((reductions, budgets, schedule, methods, formats, weights))):
+            raise MctfError("exported files are timed as they are: give files alone, without -r, --method or --format")
+        given: list[dict[str, Any]] = [{"r": r} for r in reductions or ()]
+        given += [{"flops": budget} for budget in budgets or ()]
+        given += [] if schedule is None else [{"schedule": schedule}]
+        contenders = _exported(models, formats, methods, given, weights=weights, image_size=image_size)
+        _bench_formats(contenders, batches, rounds=rounds, threads=threads, output=output, as_json=as_json)
+        return
+    if weights is not None:
+        raise MctfError("--weights is for the KL of --format: speed does not depend on weights")
 
     from ..evaluation.benchmark import BenchmarkConfig, inconclusive, verdicts
     from ..evaluation.environment import command_line, commit, describe_device, pick_device, set_threads, versions
@@ -196,6 +232,96 @@ def command(
 
         for table in tables:
             print_benchmark(table["rows"], title=table["title"], notes=table["notes"])
+
+
+@contextmanager
+def _exported(
+    models: Sequence[str],
+    formats: Sequence[str] | None,
+    methods: Sequence[str] | None,
+    amounts: Sequence[dict[str, Any]],
+    *,
+    weights: Path | None,
+    image_size: tuple[int, int] | None,
+) -> "Iterator[list[Contender]]":
+    """Exported files as contenders, or one model in several formats, unfused and fused."""
+    from ..deploy.benchmark import TORCH, Contender
+    from ..deploy.exported import load_exported
+    from ..deploy.formats import FORMATS
+
+    if formats is None:
+        yield [Contender.of_file(load_exported(name)) for name in models]
+        return
+    if not formats:
+        raise MctfError("--format is empty: write torch,onnx")
+    for each in formats:
+        if each not in (TORCH, *FORMATS):
+            raise MctfError(f"format {each!r} is unknown: {did_you_mean(each, (TORCH, *FORMATS))}")
+        if each != TORCH:
+            FORMATS[each].check_packages()
+    if len(models) > 1:
+        raise MctfError("--format takes one model: time them one by one")
+
+    from ..api import fuse
+    from ..models.loading import copy_sharing_weights, load_described
+
+    (name,) = models
+    model, _ = load_described(name, weights=weights, random=weights is None, image_size=image_size)
+    variants = {"unfused": model.eval()}
+    names = [None] if any("schedule" in amount for amount in amounts) else methods or ["ward"]
+    for method in names:
+        for amount in amounts or [{}]:
+            label = ", ".join([method or "schedule", *(f"{key}={value}" for key, value in amount.items())])
+            variants[label] = fuse(copy_sharing_weights(model), method, **amount)
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = []
+        with progress("exporting", total=len(formats) * len(variants)) as tick:
+            for each in formats:
+                for number, (label, variant) in enumerate(variants.items()):
+                    own = Path(folder) / f"{each}{number}"
+                    contenders.append(Contender.of_model(variant, name, each, folder=own, label=label))
+                    tick()
+        yield contenders
+
+
+def _bench_formats(
+    opened: "AbstractContextManager[list[Contender]]",
+    batches: Sequence[int],
+    *,
+    rounds: int,
+    threads: int | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Time exported contenders at every batch size and print the tables."""
+    from ..deploy.benchmark import benchmark_formats, verdict
+    from ..evaluation.environment import command_line, commit, describe_device, set_threads, versions
+
+    set_threads(threads)
+    tables: list[dict[str, Any]] = []
+    with opened as contenders:
+        import torch
+
+        where = describe_device(torch.device("cpu"))
+        for batch in batches:
+            title = f"{contenders[0].metadata.model}, batch {batch}, {where}, float32"
+            with progress(title, total=rounds + 2) as tick:
+                rows = benchmark_formats(contenders, batch=batch, rounds=rounds, tick=tick)
+            tables.append({"title": title, "rows": rows, "notes": verdict(rows)})
+    facts = {
+        "command": command_line(),
+        "device": where,
+        "rounds": rounds,
+        "versions": versions(),
+        "commit": commit(),
+        "tables": [table | {"rows": [asdict(row) for row in table["rows"]]} for table in tables],
+    }
+    give_json(facts, file=output, as_json=as_json)
+    if not as_json:
+        from .tables import print_formats
+
+        for table in tables:
+            print_formats(table["rows"], title=table["title"], notes=table["notes"])
 
 
 def _run(model: Any, config: "BenchmarkConfig", title: str) -> tuple["Measurement", ...]:

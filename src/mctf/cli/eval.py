@@ -81,7 +81,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Top-1, top-5, fidelity, GFLOPs and images/s of MODEL (a timm name, or hf:NAME).
+    """Top-1, top-5, fidelity, GFLOPs and images/s of MODEL (a timm name, hf:NAME, or a file of mctf export).
 
     Agreement, KL and class-token cosine compare with the unfused model and need no labels. So does the cosine of the
     patches, for models that give one token per input token: those that pool all of them, and all with --dense. Mean,
@@ -89,6 +89,15 @@ def command(
     the ranks share the images; each image counts once. --json adds the standard error of each KL, kl_error.
     """
     check_outputs(output, inputs=(options["data"], options["weights"], options["classes"], *schedules))
+    from ..deploy.exported import is_exported
+
+    if is_exported(options["model"]):
+        if any((methods, reductions, budgets, schedules, blocks, pairs)):
+            raise MctfError(
+                f"{options['model']} is exported as it is fused: leave out -r, --flops, --method and the like"
+            )
+        _evaluate_file(options, output=output, as_json=as_json)
+        return
     requests = _requests(methods, reductions, budgets, schedules, blocks, pairs)
 
     from ..evaluation.evaluate import evaluate, passes
@@ -112,6 +121,21 @@ def command(
         from .tables import print_rows, run_title
 
         print_rows(evaluation.rows, title=run_title(facts), notes=facts["notes"])
+
+
+def _evaluate_file(options: dict[str, Any], *, output: Path | None, as_json: bool) -> None:
+    """Evaluate an exported file."""
+    from ..deploy.evaluate import evaluate_exported
+    from ..evaluation.setup import RunOptions
+
+    run = RunOptions(**options)
+    with progress(f"evaluating {run.model}", wanted=run.progress) as tick:
+        row, facts = evaluate_exported(run, tick=tick)
+    give_json(facts, file=output, as_json=as_json)
+    if not as_json:
+        from .tables import print_rows, run_title
+
+        print_rows([row], title=run_title(facts), notes=facts["notes"])
 
 
 def _requests(

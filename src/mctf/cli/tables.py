@@ -9,6 +9,7 @@ from rich.table import Table
 
 from .._utils import plural
 from ..core.schedule import ReductionSpec
+from ..deploy.benchmark import FormatMeasurement
 from ..errors import one_line
 from ..evaluation.benchmark import Measurement
 from ..evaluation.compare import Comparison
@@ -18,6 +19,7 @@ from .output import echo, width
 
 _HEADINGS = ("method", "r", "top-1 %", "top-5 %", "agree %", "KL", "cosine", "patches", "GFLOPs", "images/s")
 _TIMINGS = ("contender", "ms", "spread", "images/s", "speed-up", "GFLOPs", "peak MiB", "error")
+_FORMATS = ("contender", "ms", "spread", "images/s", "speed-up", "GFLOPs", "MiB", "KL", "agree %")
 _OVER_MATMUL = "over matmul"
 _MEAN = "*: r differs between blocks; this is the mean over the blocks that reduce, and --json lists them"
 _WHERE_KNOWN = ("patches",)  # columns that are left out where no row has a value
@@ -91,6 +93,25 @@ def print_benchmark(results: Sequence[Measurement], *, title: str, notes: Sequen
         for cells, result in zip(rows, results, strict=True):
             cells.insert(place, _number(result.speedup_over_matmul, ".2f"))
     _print(headings, rows, title, notes)
+
+
+def print_formats(results: Sequence[FormatMeasurement], *, title: str, notes: Sequence[str]) -> None:
+    """The contenders of a benchmark over formats, then its notes."""
+    rows = [
+        [
+            result.name,
+            _number(result.milliseconds, ".2f"),
+            _number(result.spread, ".1%"),
+            _number(result.images_per_second, ",.1f"),
+            _number(result.speedup, ".2f"),
+            _number(result.gflops, ".2f"),
+            _number(result.bytes / 2**20, ",.1f"),
+            _number(result.kl, ".1e"),
+            _number(result.agreement, ".1f"),
+        ]
+        for result in results
+    ]
+    _print(_FORMATS, rows, title, ["speed-up: over the unfused model in the same format; KL: to the first row", *notes])
 
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, notes: Sequence[str]) -> None:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import portable
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -22,12 +24,14 @@ class Assignment:
     padding.
     count: M, the number of slots, the same for all images of the batch.
     order, start: B N and B M+1, int32, optional: tokens sorted by slot, and where each slot begins in that order.
+    split: optional, for sums in an exported graph; see `portable.SlotSplit`.
     """
 
     slots: Tensor
     count: int
     order: Tensor | None = None
     start: Tensor | None = None
+    split: portable.SlotSplit | None = None
 
     @classmethod
     def of_roots(cls, roots: Tensor, count: int, *, protected: int) -> "Assignment":
@@ -35,11 +39,9 @@ class Assignment:
 
         Protected tokens come first; tokens that stay keep their order. count: how many stay.
         """
-        batch, n = roots.shape
-        stays = roots == torch.arange(n, device=roots.device)
+        stays = roots == torch.arange(roots.shape[1], device=roots.device)
         slots = protected + (stays.cumsum(1) - 1).gather(1, roots)
-        first = torch.arange(protected, device=roots.device).expand(batch, -1)
-        return cls(torch.cat([first, slots], dim=1), protected + count)
+        return cls(portable.prepend_protected(slots, protected), protected + count)
 
     def members(self) -> tuple[Tensor, Tensor]:
         """Tokens sorted by slot (B N) and where each slot begins there (B M+1), both int32."""
@@ -51,11 +53,15 @@ class Assignment:
 
     def total(self, values: Tensor) -> Tensor:
         """Sum of the values (B N) in each slot: B M."""
+        if portable.exporting():
+            return self.sum(values[..., None])[..., 0]
         zeros = values.new_zeros(values.shape[0], self.count)
         return zeros.scatter_add(1, self.slots, values)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum of the tokens in each slot: B N C -> B M C."""
+        if portable.exporting():
+            return portable.sum_slots(x, self._split)
         batch, _, channels = x.shape
         rows = x.flatten(0, 1)
         index = self._flat_slots()[:, None].expand_as(rows)
@@ -85,6 +91,10 @@ class Assignment:
         return self.sum(x * shares[..., None]).to(x.dtype)
 
     @cached_property
+    def _split(self) -> portable.SlotSplit:
+        return portable.split_slots(self.slots, self.count) if self.split is None else self.split
+
+    @cached_property
     def _bags(self) -> tuple[Tensor, Tensor]:
         """All tokens of the batch sorted by slot, B*N, and where each slot begins there, B*M."""
         batch, tokens = self.slots.shape
@@ -102,6 +112,8 @@ class Assignment:
     def unpool(self, fused: Tensor) -> Tensor:
         """Each token takes the value of its slot: B M … -> B N …."""
         batch, tokens = self.slots.shape
+        if portable.exporting():
+            return portable.gather_rows(fused, self.slots)
         rows = fused.reshape(batch * self.count, fused.shape[2:].numel()).index_select(0, self._flat_slots())
         return rows.view(batch, tokens, *fused.shape[2:])
 
@@ -111,6 +123,8 @@ class Assignment:
         Padding, which no token maps to, takes the last token.
         """
         batch, tokens = self.slots.shape
+        if portable.exporting():
+            return portable.gather_rows(x, self._split.order[:, : self.count])
         position = torch.arange(tokens, device=x.device).expand(batch, -1)
         last = position.new_full((batch, self.count), tokens - 1)
         first = last.scatter_reduce(1, self.slots, position, "amin")

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import portable
 from .assignment import Assignment
 
 TINY = 1e-30  # attention may underflow to 0; its logarithm must not
@@ -44,7 +45,8 @@ class ReceivedAttention:
 
 def total_received(partial: Tensor) -> Tensor:
     """Informativeness from its partial sums, B G N -> B N; clamped away from zero."""
-    return partial.sum(dim=1).clamp_min(TINY)
+    whole = partial.squeeze(1) if partial.shape[1] == 1 else partial.sum(dim=1)
+    return whole.clamp_min(TINY)
 
 
 def attend(
@@ -70,6 +72,8 @@ def attend(
         chunks = received.map_chunks
         parts = v.split([chunk.shape[0] for chunk in chunks])
         return torch.cat([_context(chunk, part) for chunk, part in zip(chunks, parts, strict=True)])
+    if portable.for_onnx():  # a view of PyTorch's fused attention with a mask is lost in the conversion
+        return _context(attention_map(q, k, sizes=sizes, scale=scale, bias=bias), v)
     mask = additive_mask(sizes, bias, q)
     context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return context.transpose(1, 2).flatten(2)
@@ -87,6 +91,10 @@ def additive_mask(sizes: Tensor | None, bias: Tensor | None, like: Tensor) -> Te
 
 def attention_map(q: Tensor, k: Tensor, *, sizes: Tensor | None, scale: float, bias: Tensor | None = None) -> Tensor:
     """softmax(q kT * scale + bias + log s) itself: B H N N, in at least float32."""
+    if portable.exporting():
+        logits = at_least_float32(q * scale) @ at_least_float32(k).transpose(2, 3)
+        mask = additive_mask(sizes, bias, logits)
+        return (logits if mask is None else logits + mask).softmax(dim=-1)
     batch, heads = q.shape[:2]
     queries = at_least_float32(q * scale).flatten(0, 1)
     keys = at_least_float32(k).flatten(0, 1).transpose(1, 2)
@@ -183,7 +191,7 @@ def _map_chunks(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float, bias: 
 def batch_chunks(q: Tensor, k: Tensor) -> list[slice]:
     """Slices of the batch whose attention maps may be held at once."""
     # in an exported or traced model a chunk size would be the largest batch, or the only one
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if portable.exporting() or torch.jit.is_tracing():
         return [slice(None)]
     in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
     images = max(1, (_CPU_CHUNK if in_cache else _CHUNK) // (q.shape[1] * q.shape[2] * k.shape[2]))
@@ -196,5 +204,11 @@ def column_means(full_map: Tensor, rows: str) -> Tensor:
     """Column means of a map over heads and rows, B H N N -> B N; see `informativeness`."""
     if rows == "class":
         return full_map[:, :, 0].mean(dim=1)
+    if portable.exporting():  # one product
+        heads, queries = full_map.shape[1:3]
+        weights = full_map.new_full((heads, queries), 1 / (heads * queries))
+        if rows == "both":
+            weights = weights / 2 + F.pad(full_map.new_full((heads, 1), 1 / (2 * heads)), (0, queries - 1))
+        return (weights.view(1, -1) @ full_map.flatten(1, 2)).squeeze(1)
     mean = full_map.mean(dim=(1, 2))
     return mean if rows == "mean" else (mean + full_map[:, :, 0].mean(dim=1)) / 2

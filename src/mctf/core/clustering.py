@@ -13,9 +13,12 @@ Protected tokens (class, distillation, registers) come first, take no part and k
 Axes: B images, N tokens, n of them unprotected, C channels, k tokens that join in a round.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from . import portable
 from .assignment import Assignment
 from .attention import TINY
 from .matching import unit_rows
@@ -29,6 +32,8 @@ def token_weights(informativeness: Tensor, sizes: Tensor | None) -> Tensor:
     The attention a that a token receives grows with its size already; times s, large tokens would never be fused.
     """
     weights = informativeness if sizes is None else informativeness * sizes.sqrt()
+    if portable.exporting():
+        return weights.clamp_min(TINY)
     return weights.nan_to_num(nan=TINY, posinf=1 / TINY).clamp_min(TINY)  # images of undefined numbers are fused, too
 
 
@@ -48,22 +53,30 @@ def cluster(distances: Tensor, weights: Tensor, r: int, *, protected: int, round
     later = index[None, :] >= index[:, None]
     mass = weights[:, protected:].to(distances.dtype)
     root = index.expand(batch, -1)
-    rounds = min(rounds, r)
-    for number in range(rounds):
-        k = r // rounds + (number < r % rounds)  # in equal parts, the remainder in the first rounds
+    for number, k in enumerate(_joining_per_round(r, rounds), start=1):
         costs = _join_costs(distances, mass, later)
         joining = costs.amin(dim=2).masked_fill_(mass == 0, float("inf")).topk(k, dim=1, largest=False).indices
         partner = costs.gather(1, joining[:, :, None].expand(-1, -1, n)).argmin(dim=2)  # of all tokens it takes longer
         parent = index.expand(batch, -1).scatter(1, joining, partner)
-        for _ in range(k.bit_length()):  # a partner may join another: chains of at most k tokens
+        for _ in range((k - 1).bit_length()):  # a partner may join another: chains of at most k tokens
             parent = parent.gather(1, parent)
         root = parent.gather(1, root)
-        if number < rounds - 1:
+        if number < min(rounds, r):
             mass = _join(distances, mass, joining, parent.gather(1, joining))
-    kept = root == index
-    slots = protected + (kept.cumsum(1) - 1).gather(1, root)
-    first = torch.arange(protected, device=slots.device).expand(batch, -1)
-    return Assignment(torch.cat([first, slots], dim=1), protected + n - r)
+    return Assignment.of_roots(root, n - r, protected=protected)
+
+
+def cluster_exported(x: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int) -> Assignment:
+    """`cluster` of tokens x (B N C) in the form for exported graphs."""
+    unit, mass = unit_rows(x)[:, protected:], weights[:, protected:]
+    root, split = portable.cluster(unit, mass, _joining_per_round(r, rounds), protected=protected)
+    return replace(Assignment.of_roots(root, root.shape[1] - r, protected=protected), split=split)
+
+
+def _joining_per_round(r: int, rounds: int) -> list[int]:
+    """r in equal parts, the remainder in the first rounds."""
+    rounds = min(rounds, r)
+    return [r // rounds + (number < r % rounds) for number in range(rounds)]
 
 
 def _join_costs(distances: Tensor, mass: Tensor, later: Tensor) -> Tensor:

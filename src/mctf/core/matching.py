@@ -9,8 +9,10 @@ Axes: B images, N tokens, C channels; Na and Nb unprotected tokens on the two si
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from . import portable
 from .assignment import Assignment
 from .attention import TINY, at_least_float32
 
@@ -108,15 +110,24 @@ def match_bidirectional(scores: Tensor, r: int, *, protected: int) -> Assignment
 
 def rank_descending(values: Tensor) -> Tensor:
     """Rank of each value when sorted from large to small, equal values by index: B n."""
-    order = values.argsort(dim=1, descending=True, stable=True)
+    if portable.exporting():
+        return portable.rank_descending(values)
+    order = order_descending(values)
     ranks = torch.arange(values.shape[1], device=values.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, ranks)
 
 
+def order_descending(values: Tensor) -> Tensor:
+    """Indices of the values from large to small, equal values by index: B n."""
+    if portable.exporting():  # ranks have no ties, which other runtimes break in their own ways
+        return portable.rank_descending(values).argsort(dim=1)
+    return values.argsort(dim=1, descending=True, stable=True)
+
+
 def _join(alpha_slots: Tensor, beta_slots: Tensor, protected: int, r: int) -> Assignment:
     """Interleave the slots of both sides in token order, protected tokens first. Nothing is written in place: vmap."""
-    first, second = (beta_slots, alpha_slots) if protected % 2 else (alpha_slots, beta_slots)
-    pairs = torch.stack([first[:, : second.shape[1]], second], dim=2).flatten(1)
-    front = torch.arange(protected, device=pairs.device).expand(pairs.shape[0], -1)
-    slots = torch.cat([front, pairs, first[:, second.shape[1] :]], dim=1)
-    return Assignment(slots, slots.shape[1] - r)
+    even, odd = (alpha_slots, beta_slots) if protected % 2 == 0 else (beta_slots, alpha_slots)
+    n = even.shape[1] + odd.shape[1]
+    pairs = torch.stack([even, F.pad(odd, (0, n % 2))], dim=2)  # as many or one fewer of the second
+    slots = portable.prepend_protected(pairs.flatten(1)[:, :n], protected)
+    return Assignment(slots, protected + n - r)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..core import attention as core_attention
 from ..core import clustering as core_clustering
 from ..core import matching as core_matching
+from ..core import portable
 from ..core.assignment import Assignment, joint_weights
 from ..core.attention import ReceivedAttention
 from . import attention as attention_ops
@@ -162,6 +163,8 @@ def cluster(
     if use_kernels(x) and clustering_ops.fits(x.shape[1], protected):
         slots, order, start = clustering_ops.cluster(x, weights, r, protected, rounds)
         return Assignment(slots, x.shape[1] - r, order, start), a, weights
+    if portable.exporting():
+        return core_clustering.cluster_exported(x, weights, r, protected=protected, rounds=rounds), a, weights
     distances = core_clustering.squared_distances(x, protected=protected)
     return core_clustering.cluster(distances, weights, r, protected=protected, rounds=rounds), a, weights
 
@@ -214,10 +217,32 @@ def merge(
         return (x_mean, totals) if also is None else (x_mean, also_mean, totals)
     counts = core_attention.at_least_float32(torch.ones_like(x[..., 0])) if sizes is None else sizes
     joint = joint_weights(weights, counts, by_size)
+    if portable.exporting():
+        return _merge_exported(x, also, joint, counts, assignment, keep_norm=keep_norm)
     x_mean, totals = assignment.pool(x, joint), assignment.total(counts)
     if keep_norm:
         x_mean = _with_mean_norm(x_mean, x, assignment, joint)
     return (x_mean, totals) if also is None else (x_mean, assignment.pool(also, joint), totals)
+
+
+def _merge_exported(
+    x: Tensor, also: Tensor | None, weights: Tensor, counts: Tensor, assignment: Assignment, *, keep_norm: bool
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """`merge` by one sum over slots: of tokens, context, weights, sizes and norms side by side."""
+    weights = weights[..., None]
+    parts = [weights, counts[..., None], x * weights]
+    if also is not None:
+        parts.append(also * weights)
+    if keep_norm:
+        parts.append(core_attention.at_least_float32(x).norm(dim=-1, keepdim=True) * weights)
+    sums = assignment.sum(torch.cat(parts, dim=2)).split([part.shape[2] for part in parts], dim=2)
+    total, totals = sums[0].clamp_min(core_attention.TINY), sums[1][..., 0]
+    x_mean = sums[2] / total
+    if keep_norm:
+        own = torch.linalg.vector_norm(x_mean, dim=2, keepdim=True).clamp_min(core_attention.TINY)
+        x_mean = x_mean * (sums[-1] / (total * own))
+    x_mean = x_mean.to(x.dtype)
+    return (x_mean, totals) if also is None else (x_mean, (sums[3] / total).to(also.dtype), totals)
 
 
 def _with_mean_norm(mean: Tensor, x: Tensor, assignment: Assignment, weights: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..core.assignment import Assignment
 from ..core.flops import BlockShape
-from ..core.matching import rank_descending
+from ..core.matching import order_descending, rank_descending
 from ..core.schedule import ReductionSpec
 from .base import BlockContext, check_number
 from .tome import KeyMergingMethod
@@ -54,7 +54,7 @@ class PiToMe(KeyMergingMethod):
         keys = keys[:, ctx.protected :]
         cosines = keys @ keys.transpose(1, 2)  # B n n
         energy = F.elu(cosines - self.margin * (1 - ctx.index / ctx.depth)).mean(dim=2)
-        ranked = energy.argsort(dim=1, descending=True, stable=True)
+        ranked = order_descending(energy)
         if 2 * ctx.index >= ctx.depth:
             ranked = ranked[:, : 2 * ctx.r]
         first, second = ranked[:, ::2], ranked[:, 1::2]

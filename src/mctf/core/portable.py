@@ -1,0 +1,153 @@
+"""Operations in the form that every runtime takes: no sort, no scattered sum, no loop, few nodes.
+
+`torch.export` writes down what runs, and ONNX Runtime, OpenVINO and TensorRT execute it. Sorting with ties and sums
+over scattered indices are missing or slow there. While a model is exported (`exporting`), ranks are counted, sums over
+slots are a gather and one small matrix product, and clustering updates its distances by matrix products.
+
+Axes: B images, N tokens, n of them unprotected, M slots, C channels, k tokens that join in a round.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_FOR_ONNX: ContextVar[bool] = ContextVar("for_onnx", default=False)
+
+
+def exporting() -> bool:
+    """Whether a graph is being exported for another runtime."""
+    return torch.compiler.is_exporting()
+
+
+@contextmanager
+def onnx_operators() -> Iterator[None]:
+    """While open, an exported graph may use operators of ONNX that PyTorch has no equal of."""
+    token = _FOR_ONNX.set(True)
+    try:
+        yield
+    finally:
+        _FOR_ONNX.reset(token)
+
+
+def for_onnx() -> bool:
+    """Whether the exported graph becomes an ONNX file."""
+    return _FOR_ONNX.get()
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x (B N …) by index (B M, or B M 1): B M …."""
+    if x.dim() == 2:
+        return x.gather(1, index)
+    batch, rows = x.shape[:2]
+    if for_onnx():  # one node; `torch.gather` needs an index per channel
+        shape = (batch, index.shape[1], *x.shape[2:])
+        inputs = (x, index if index.dim() == 3 else index[..., None])
+        return torch.onnx.ops.symbolic("GatherND", inputs, {"batch_dims": 1}, dtype=x.dtype, shape=shape)
+    index = index.flatten(1)
+    offsets = torch.arange(batch, device=x.device)[:, None] * rows
+    return x.flatten(0, 1).index_select(0, (index + offsets).flatten()).unflatten(0, index.shape[:2])
+
+
+def rank_descending(values: Tensor) -> Tensor:
+    """Rank of each value when sorted from large to small, equal values by index: B n."""
+    index = torch.arange(values.shape[1], device=values.device)
+    mine, other = values[:, :, None], values[:, None, :]
+    return ((other > mine) | ((other == mine) & (index < index[:, None]))).sum(dim=2)
+
+
+def prepend_protected(slots: Tensor, protected: int) -> Tensor:
+    """Slots of all tokens from those of the unprotected ones: B n -> B N. Protected tokens keep the first slots."""
+    if protected == 0:
+        return slots
+    first = torch.arange(protected, device=slots.device)
+    return F.pad(slots, (protected, 0)) + F.pad(first, (0, slots.shape[1]))
+
+
+class SlotSplit(NamedTuple):
+    """Tokens by their part in a sum over slots.
+
+    order: B N, one token of each slot, then all others. slots_of_others: B N-M, where the others go.
+    """
+
+    order: Tensor
+    slots_of_others: Tensor
+
+
+def split_slots(slots: Tensor, count: int) -> SlotSplit:
+    """The first token of each slot, then the others in their order. slots: B N, all of `count` slots are used."""
+    tokens = slots.shape[1]
+    position = torch.arange(tokens, device=slots.device)
+    owns = slots[:, None, :] == torch.arange(count, device=slots.device)[:, None]  # B M N
+    first = torch.where(owns, position, tokens).amin(dim=2)
+    joins = first.gather(1, slots) != position
+    others = torch.where(joins, tokens - position, 0).topk(tokens - count, dim=1).indices
+    return SlotSplit(torch.cat([first, others], dim=1), slots.gather(1, others))
+
+
+def sum_slots(x: Tensor, split: SlotSplit) -> Tensor:
+    """Sum of the tokens in each slot, B N C -> B M C: its first token, and a product with those that join it."""
+    count = x.shape[1] - split.slots_of_others.shape[1]
+    if count == x.shape[1]:
+        return gather_rows(x, split.order)
+    first, others = gather_rows(x, split.order).split([count, x.shape[1] - count], dim=1)
+    into = split.slots_of_others[:, None, :] == torch.arange(count, device=x.device)[:, None]  # B M N-M
+    return first + into.to(x.dtype) @ others
+
+
+def cluster(
+    unit: Tensor, mass: Tensor, joining_per_round: Sequence[int], *, protected: int
+) -> tuple[Tensor, SlotSplit]:
+    """Root of each token (B n) after rounds of clustering, and the same as a split of all tokens.
+
+    unit: B n C, rows of length 1. mass: B n, above 0. As `core.clustering.cluster`, by matrix products: with T the
+    targets of the joining tokens (k n, one-hot), J those tokens and p their shares in their clusters, distances change
+    by matrices of rank k,
+
+        L = p (J - T),    V = L D + (L D LT) T / 2,    D' = D + TT V + VT T, less half the spread of each cluster
+    """
+    n, inf = mass.shape[1], float("inf")
+    index = torch.arange(n, device=mass.device)
+    # Of equal weights the earlier counts as the larger: one step of rounding orders them for all rounds.
+    twins = ((mass[:, None, :] == mass[:, :, None]) & (index < index[:, None])).to(mass.dtype).sum(dim=2)
+    mass = (mass - mass * twins * (2 * torch.finfo(mass.dtype).eps))[:, :, None]  # B n 1, as all vectors below
+    distances = F.relu(1 - unit @ unit.transpose(1, 2))  # half the squared ones: in the same order
+    itself = torch.where(mass > 0, index[:, None], 0)  # B n 1, without a shape to work out
+    roots: list[Tensor] = []
+    joined: list[Tensor] = []
+    for k in joining_per_round:
+        mine = mass.reciprocal()  # infinite for tokens that joined: nothing joins them
+        other = mine.transpose(1, 2)
+        costs = torch.where(other < mine, distances / (mine + other), inf)
+        best = costs.amin(dim=2, keepdim=True)
+        if joined:
+            best = torch.where(mass > 0, best, inf)
+        joining = best.topk(k, dim=1, largest=False).indices  # B k 1
+        partner = gather_rows(costs, joining).argmin(dim=2, keepdim=True)  # of few tokens: a search is slow
+        parent = itself.scatter(1, joining, partner)
+        for _ in range((k - 1).bit_length()):  # a partner may join another: chains of at most k tokens
+            parent = parent.gather(1, parent)
+        roots.append(parent.gather(1, roots[-1]) if roots else parent)
+        joined.append(joining)
+        if len(joined) == len(joining_per_round):
+            break
+        target = parent.gather(1, joining)
+        into, leaving = (target == index).to(mass.dtype), (joining == index).to(mass.dtype)  # B k n
+        added = mass.gather(1, joining)
+        total = mass + into.transpose(1, 2) @ added
+        left = (leaving - into) * (added / total.gather(1, target))
+        mass = torch.where(parent == index[:, None], total, 0)
+        moved = left @ distances
+        moved = moved + (moved @ left.transpose(1, 2)) @ (into / 2)
+        moved = moved - (into * moved).sum(dim=2, keepdim=True)
+        distances = distances + torch.cat([into, moved], 1).transpose(1, 2) @ torch.cat([moved, into], 1)
+    root, others = roots[-1][:, :, 0], torch.cat(joined, dim=1)[:, :, 0]
+    stays = root == index
+    kept = torch.where(stays, n - index, 0).topk(n - others.shape[1], dim=1).indices
+    slots = stays.cumsum(1).gather(1, root.gather(1, others)) + (protected - 1)
+    offset = F.pad(index.new_full((n,), protected), (protected, 0)) + F.pad(index[:protected], (0, n))
+    return root, SlotSplit(F.pad(torch.cat([kept, others], dim=1), (protected, 0)) + offset, slots)

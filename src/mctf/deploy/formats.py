@@ -1,0 +1,195 @@
+"""Four file formats: how an exported graph is written in each, and how the file is loaded and run.
+
+A writer takes a graph and a path in a folder of its own, and may write more files beside it. A loader gives a function
+from float32 images (B 3 H W, contiguous) to float32 outputs (B K), and the text of the metadata.
+"""
+
+import logging
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from .._utils import optional_import
+from ..errors import MctfError, did_you_mean, shown
+from .metadata import KEY
+
+OPSET, BFLOAT16_OPSET = 18, 22  # the first with the operators of a fused model, and with bfloat16 convolutions
+_LARGEST_ONNX = 1_800_000_000  # bytes; a protobuf ends at 2 GiB, and larger weights lie in a file of their own
+_METADATA_FILE = "mctf.json"
+
+Run = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Format:
+    """suffix: of the file. packages: from the extra `export`. write: graph, path and metadata to files."""
+
+    name: str
+    suffix: str
+    packages: tuple[str, ...]
+    write: Callable[[ExportedProgram, Path, str], None]
+    load: Callable[[Path, int | None], tuple[Run, str | None]]
+
+    def check_packages(self) -> None:
+        """Raise MctfError with the install line where a package of the extra is missing."""
+        for package in self.packages:
+            optional_import(package, extra="export", purpose=f"{self.name} files")
+
+
+def find_format(name: object) -> Format:
+    if not isinstance(name, str) or name not in FORMATS:
+        word = name if isinstance(name, str) else shown(name)
+        raise MctfError(f"format {shown(name)} is unknown: {did_you_mean(word, FORMATS)}")
+    return FORMATS[name]
+
+
+def format_of(path: Path) -> Format | None:
+    """The format of an exported file by its suffix and content; None for anything else."""
+    if path.suffix not in SUFFIXES:
+        return None
+    if path.suffix != ".pt2":
+        return next(each for each in FORMATS.values() if each.suffix == path.suffix)
+    with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        compiled = any("/aotinductor/" in name for name in archive.namelist())
+        return FORMATS["aoti" if compiled else "pt2"]
+    return FORMATS["pt2"]
+
+
+def _write_onnx(program: ExportedProgram, path: Path, metadata: str) -> None:
+    reduced = any(value.dtype == torch.bfloat16 for value in program.state_dict.values())
+    opset = BFLOAT16_OPSET if reduced else OPSET
+    table: Any = {torch.ops.aten.scaled_dot_product_attention.default: _onnx_attention()}
+    with quiet():
+        onnx_program: Any = torch.onnx.export(
+            program, dynamo=True, opset_version=opset, verbose=False, custom_translation_table=table
+        )
+    onnx_program.model.metadata_props[KEY] = metadata
+    size = sum(tensor.nbytes for tensor in program.state_dict.values())
+    onnx_program.save(str(path), external_data=size > _LARGEST_ONNX)
+
+
+def _onnx_attention() -> Callable[..., Any]:
+    """softmax(q kT * scale + mask) v for tensors of four axes; the exporter's own works out all shapes at run time."""
+    op: Any = import_module("onnxscript").opset18
+
+    def attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        scaled = op.Mul(query, op.CastLike(op.Constant(value_float=float(factor)), query))
+        logits = op.MatMul(scaled, op.Transpose(key, perm=[0, 1, 3, 2]))
+        if attn_mask is not None:
+            logits = op.Add(logits, attn_mask)
+        return op.MatMul(op.Softmax(logits, axis=-1), value)
+
+    return attention
+
+
+def _load_onnx(path: Path, threads: int | None) -> tuple[Run, str | None]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    (given,), (result,) = session.get_inputs(), session.get_outputs()
+
+    def run(images: Tensor) -> Tensor:
+        return torch.from_numpy(session.run([result.name], {given.name: images.numpy()})[0])
+
+    return run, session.get_modelmeta().custom_metadata_map.get(KEY)
+
+
+def _write_openvino(program: ExportedProgram, path: Path, metadata: str) -> None:
+    import openvino
+
+    onnx_path = path.with_suffix(".onnx")
+    _write_onnx(program, onnx_path, metadata)
+    with quiet():
+        model = openvino.convert_model(str(onnx_path))
+    for part in path.parent.glob(f"{onnx_path.name}*"):
+        part.unlink()
+    model.set_rt_info(metadata, [KEY])
+    openvino.save_model(model, str(path), compress_to_fp16=False)
+
+
+def _load_openvino(path: Path, threads: int | None) -> tuple[Run, str | None]:
+    import openvino
+
+    core = openvino.Core()
+    model = core.read_model(str(path))
+    config = {"INFERENCE_NUM_THREADS": threads or torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
+    metadata = model.get_rt_info([KEY]).astype(str) if model.has_rt_info([KEY]) else None
+    compiled = core.compile_model(model, "CPU", config)
+
+    def run(images: Tensor) -> Tensor:
+        return torch.from_numpy(compiled(images.numpy())[0].copy())
+
+    return run, metadata
+
+
+def _write_aoti(program: ExportedProgram, path: Path, metadata: str) -> None:
+    from torch._inductor import aoti_compile_and_package
+
+    with quiet():
+        aoti_compile_and_package(
+            program, package_path=str(path), inductor_configs={"aot_inductor.metadata": {KEY: metadata}}
+        )
+
+
+def _load_aoti(path: Path, threads: int | None) -> tuple[Run, str | None]:
+    from torch._inductor import aoti_load_package
+
+    model: Any = aoti_load_package(str(path))
+    return torch.no_grad()(model), model.get_metadata().get(KEY)
+
+
+def _write_pt2(program: ExportedProgram, path: Path, metadata: str) -> None:
+    torch.export.save(program, path, extra_files={_METADATA_FILE: metadata})
+
+
+def _load_pt2(path: Path, threads: int | None) -> tuple[Run, str | None]:
+    extra = {_METADATA_FILE: ""}
+    model: Any = torch.export.load(path, extra_files=extra).module()
+    return torch.no_grad()(model), extra[_METADATA_FILE]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress reports, warnings and logs of converters."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("onnx", ".onnx", ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
+        Format("openvino", ".xml", ("onnx", "onnxscript", "openvino"), _write_openvino, _load_openvino),
+        Format("aoti", ".pt2", (), _write_aoti, _load_aoti),
+        Format("pt2", ".pt2", (), _write_pt2, _load_pt2),
+    )
+}
+SUFFIXES = tuple({each.suffix for each in FORMATS.values()})

@@ -1,0 +1,63 @@
+"""`mctf export`, and `mctf eval` and `mctf bench` on exported files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.conftest import tiny
+from helpers.command_line import Command
+from helpers.images import write_folder
+from mctf.models import loading
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
+
+
+@pytest.mark.slow
+def test_export_then_eval(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "load_described", lambda *_, **__: (tiny(), "random"))
+    file, images = tmp_path / "tiny.pt2", write_folder(tmp_path / "images", "a/0.png", "a/1.png", "b/0.png")
+    words = ("test_vit", "--random-weights", "-m", "tome", "-r", 4, "--blocks", "0", "--output", file)
+    outcome = run("export", *words, "--data", images)
+    assert outcome.code == 0, outcome.err
+    assert "against the model in PyTorch, float32, on 3 images" in outcome.out
+    assert "file, batch 1: median |difference|" in outcome.out
+    assert "PyTorch in float64" in outcome.out
+    outcome = run("eval", file, "--data", images, "--batch-size", 2, "--json")
+    assert outcome.code == 0, outcome.err
+    facts = json.loads(outcome.out)
+    (row,) = facts["rows"]
+    assert facts["images"] == 3
+    assert row["method"] == "tome (pt2)"
+    assert row["images_per_second"] > 0
+    assert row["kl"] is None
+
+
+def test_eval_of_a_file_takes_no_method(run: Command, pt2_file: Path, tmp_path: Path) -> None:
+    images = write_folder(tmp_path / "images", "a/0.png")
+    assert "exported as it is fused" in run.refusal("eval", pt2_file, "--data", images, "-r", 4)
+    assert "omit --weights" in run.refusal("eval", pt2_file, "--data", images, "--image-size", 64)
+
+
+def test_bench_of_files(run: Command, pt2_file: Path) -> None:
+    outcome = run("bench", pt2_file, pt2_file, "--batch", "1,2", "--rounds", 1, "--json")
+    assert outcome.code == 0, outcome.err
+    tables = json.loads(outcome.out)["tables"]
+    assert [table["rows"][1]["batch"] for table in tables] == [1, 2]
+    for table in tables:
+        first, second = table["rows"]
+        assert first["kl"] is None
+        assert second["kl"] == pytest.approx(0, abs=1e-9)
+        assert first["bytes"] == second["bytes"] == pt2_file.stat().st_size
+
+
+@pytest.mark.slow
+def test_bench_over_formats(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "load_described", lambda *_, **__: (tiny(), "random"))
+    outcome = run("bench", "test_vit", "--format", "torch,pt2", "-m", "tome", "-r", 2, "--batch", 2, "--rounds", 1)
+    assert outcome.code == 0, outcome.err
+    for name in ("unfused, torch", "tome, r=2, torch", "unfused, pt2", "tome, r=2, pt2"):
+        assert name in outcome.out

@@ -1,0 +1,182 @@
+"""Exported files: what they compute, what they say about themselves, and what is refused before a file is left."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import mctf
+from deploy.conftest import fused, tiny
+from helpers.images import make_picture
+from helpers.models import CLASSES, make_images, run
+from mctf.deploy import export as export_module
+from mctf.deploy.export import ExportReport
+from mctf.deploy.parity import Parity
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def same_outputs(path: Path, model: Any, *batches: int) -> None:
+    """The file gives what the model does, tensors and arrays, at every batch size."""
+    exported = mctf.load_exported(path)
+    for batch in batches:
+        images = make_images(model, batch, seed=batch)
+        with torch.no_grad():
+            expected = run(model, images)
+        outputs = exported(images)
+        torch.testing.assert_close(outputs, expected, **TOLERANCE)
+        array = exported(images.numpy())
+        assert isinstance(array, np.ndarray)
+        np.testing.assert_array_equal(array, outputs.numpy())
+
+
+def test_a_file_of_torch_export(pt2_file: Path) -> None:
+    same_outputs(pt2_file, tiny(depth=1), 1, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["mctf", "diffrate"])
+def test_methods_keep_the_batch_free(method: str, tmp_path: Path) -> None:
+    model = fused(method=method)
+    mctf.export(model, tmp_path / "tiny.pt2", "pt2", check=False)
+    same_outputs(tmp_path / "tiny.pt2", model, 1, 3)
+
+
+@pytest.mark.slow
+def test_onnx_runs_at_every_batch(onnx_file: ExportReport) -> None:
+    same_outputs(onnx_file.path, fused(rounds=2), 1, 3)
+    assert list(onnx_file.parity) == [1, 8]
+    assert onnx_file.control is not None
+    assert max(each.median for each in onnx_file.parity.values()) < 1e-4
+
+
+@pytest.mark.slow
+def test_onnx_holds_standard_operators_without_loops(onnx_file: ExportReport) -> None:
+    import onnx
+
+    model = onnx.load(onnx_file.path)
+    assert {each.domain for each in model.opset_import} == {""}
+    assert model.opset_import[0].version >= 18
+    counts = Counter(node.op_type for node in model.graph.node)
+    assert not {"Loop", "If", "Scan", "ScatterND"} & counts.keys()
+    reductions = [each.s for node in model.graph.node for each in node.attribute if each.name == "reduction"]
+    assert all(reduction == b"none" for reduction in reductions)
+    assert counts.total() < 400
+    assert counts["Shape"] <= 2  # a free batch works out no shapes at run time
+
+
+@pytest.mark.slow
+def test_metadata(onnx_file: ExportReport) -> None:
+    facts = mctf.load_exported(onnx_file.path).metadata
+    assert facts == onnx_file.metadata
+    assert (facts.model, facts.method, facts.format, facts.batch) == ("tiny", "ward", "onnx", None)
+    assert facts.schedule == (3, 0)
+    assert facts.token_counts == (62, 62)
+    assert facts.version == mctf.__version__
+    assert len(facts.class_names) == CLASSES
+    assert facts.gflops < facts.gflops_base
+
+
+@pytest.mark.slow
+def test_the_example_needs_neither_torch_nor_mctf(onnx_file: ExportReport, tmp_path: Path) -> None:
+    make_picture(1).save(tmp_path / "a.png")
+    Image.new("L", (70, 30), 99).save(tmp_path / "b.png")
+    block = "import sys; [sys.modules.__setitem__(name, None) for name in ('torch', 'timm', 'mctf', 'onnx')]"
+    start = f"{block}; import runpy; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    words = [ROOT / "examples/onnx_classify.py", onnx_file.path, tmp_path / "a.png", tmp_path / "b.png"]
+    result = subprocess.run([sys.executable, "-c", start, *map(str, words)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("class ") == 2
+
+
+@pytest.mark.slow
+def test_openvino_writes_two_files(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    model = fused("registers", method="tome")
+    report = mctf.export(model, tmp_path / "tiny.xml", "openvino", images=make_images(model, 4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.bin", "tiny.xml"]
+    assert set(report.files) == set(tmp_path.iterdir())
+    same_outputs(report.path, model, 1, 3)
+
+
+@pytest.mark.slow
+def test_a_fixed_batch_in_reduced_precision(tmp_path: Path) -> None:
+    model = fused(method="tome")
+    report = mctf.export(model, tmp_path / "tiny.pt2", "pt2", batch=2, dtype="bfloat16", images=make_images(model, 5))
+    assert list(report.parity) == [2]
+    exported = mctf.load_exported(report.path)
+    assert exported(make_images(model, 2)).dtype == torch.float32
+    with pytest.raises(mctf.MctfError, match="takes images of 2 x 3 x"):
+        exported(make_images(model, 1))
+
+
+@pytest.mark.slow
+def test_a_tower_of_transformers_gives_embeddings(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = fused("hf_siglip", method="tome")
+    report = mctf.export(model, tmp_path / "tower.pt2", "pt2", images=torch.randn(4, 3, 64, 64))
+    assert report.metadata.output == "embeddings"
+    assert report.metadata.class_names == ()
+    assert report.parity[1].kl is None
+    assert report.parity[1].cosine > 0.999
+
+
+def test_a_file_that_differs_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_model(kind: Any, path: Path, threads: int | None = None) -> Any:
+        return (lambda images: torch.zeros(len(images), CLASSES)), None
+
+    monkeypatch.setattr(export_module, "open_file", other_model)
+    with pytest.raises(mctf.MctfError, match=r"does not compute what the model does .* nothing was written"):
+        mctf.export(tiny(depth=1), tmp_path / "tiny.pt2", "pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such operator") from KeyError("aten.sort")
+
+    monkeypatch.setattr(torch.export, "save", fail)
+    with pytest.raises(mctf.MctfError, match=r"cannot be written as pt2 \('aten.sort'\)"):
+        mctf.export(tiny(depth=1), tmp_path / "tiny.pt2", "pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_model_is_not_changed(tmp_path: Path) -> None:
+    model = tiny(depth=1).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    mctf.export(model, tmp_path / "tiny.pt2", "pt2", batch=1, dtype="float16", check=False)
+    assert model.training
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(mctf.MctfError, match=r"onnxscript, which is not installed: pip install 'mctf\[export\]'"):
+        mctf.export(tiny(depth=1), tmp_path / "tiny.onnx")
+
+
+@pytest.mark.slow
+def test_an_operator_of_mctf_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(mctf.MctfError, match=r"calls mctf.agglomerate.default, which other runtimes do not have"):
+        mctf.export(fused(method="atc"), tmp_path / "tiny.pt2", "pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flips_are_told_from_rounding() -> None:
+    reference = torch.randn(100, 5, generator=torch.Generator().manual_seed(0))
+    outputs = reference + 1e-6
+    outputs[:4] += torch.tensor([0.3, 0, 0, 0, 0])
+    parity = Parity.of(outputs, reference, classifies=True)
+    assert parity.flipped == pytest.approx(4)
+    assert parity.median < 1e-5
+    assert parity.largest == pytest.approx(0.3, rel=1e-3)
+    undefined = Parity.of(torch.full((2, 5), torch.nan), reference[:2], classifies=True)
+    assert undefined.flipped == 100
