@@ -1,9 +1,13 @@
 """The fused stack as a container: called, iterated, indexed, sliced, and read through."""
 
+import copy
+import pickle
+from typing import Any
+
 import pytest
 import timm
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mctf
 from helpers.models import METHODS, make, make_images
@@ -166,3 +170,22 @@ def test_the_first_blocks_alone_do_what_they_do_in_the_whole_model(method: str) 
     images = make_images(model, 2)
     whole, early = (model.forward_intermediates(images, indices=[2], stop_early=stop)[1][0] for stop in (False, True))
     assert torch.equal(early, whole)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
+def test_a_block_that_was_read_can_be_copied(duplicate: Any) -> None:
+    block = mctf.fuse(make("plain"), r=8).blocks[1]
+    twin = duplicate(block)
+    assert torch.equal(twin.mlp.fc1.weight, block.mlp.fc1.weight)
+    assert isinstance(twin, nn.Module)
+    with pytest.raises(mctf.MctfError, match="cannot be called alone"):
+        twin(torch.zeros(1, 2, 48))
+
+
+def test_a_block_that_was_read_equals_the_block() -> None:
+    model = mctf.fuse(make("plain"), r=8)
+    block, other = model.blocks[1], model.blocks[2]
+    assert block == model.blocks[1] == model.blocks.get_submodule("1")
+    assert block != other
+    assert len({block, model.blocks[1], other}) == 2
+    assert vars(block) is vars(model.blocks.get_submodule("1"))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .hosts import register_host
     from .methods import methods, register_method
     from .planning import Plan, plan
+    from .saving import load, save
     from .tracing import Trace, trace
 
 __version__ = "0.1.0"
@@ -29,11 +30,13 @@ __all__ = [
     "Trace",
     "export",
     "fuse",
+    "load",
     "load_exported",
     "methods",
     "plan",
     "register_host",
     "register_method",
+    "save",
     "set_r",
     "trace",
     "unfuse",
@@ -45,10 +48,12 @@ _HOMES = {
     "Trace": "tracing",
     "export": "deploy.export",
     "fuse": "api",
+    "load": "saving",
     "load_exported": "deploy.exported",
     "plan": "planning",
     "register_host": "hosts",
     "register_method": "methods",
+    "save": "saving",
     "set_r": "api",
     "trace": "tracing",
     "unfuse": "api",

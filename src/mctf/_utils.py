@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import stat
 import sys
@@ -12,7 +13,7 @@ from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
-from typing import IO
+from typing import IO, Any
 
 from .errors import MctfError, shown
 
@@ -58,6 +59,30 @@ def file_digest(path: Path) -> str:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     except OSError as failure:
         raise MctfError(f"{path} cannot be read ({failure.strerror}): give another file") from None
+
+
+def read_json(path: Path, name: str, cure: str, *, most: int = 1_000_000) -> dict[str, Any]:
+    """The object in a JSON file of at most so many bytes. name: of the file in messages, which end with the cure."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device may never end
+            raise MctfError(f"{name} is not a regular file: {cure}")
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as failure:
+        raise MctfError(f"{name} cannot be read ({failure.strerror}): {cure}") from None
+    except ValueError as failure:
+        if isinstance(failure, MctfError):
+            raise
+        raise MctfError(f"{shown(name)} is no file ({first_line(failure)}): {cure}") from None
+    if len(content) > most:
+        raise MctfError(f"{name} has more than {most:,} bytes: {cure}")
+    try:
+        facts = json.loads(content)
+    except (ValueError, RecursionError) as failure:  # of JSON or UTF-8, a number of too many digits, deep nesting
+        raise MctfError(f"{name} is not JSON ({first_line(failure):.80}): {cure}") from None
+    if not isinstance(facts, dict):
+        raise MctfError(f"{name} holds {shown(facts, 40)}: {cure}")
+    return facts
 
 
 def optional_import(module: str, *, extra: str, purpose: str) -> ModuleType:

@@ -9,19 +9,17 @@ method, depth, tokens, protected and r are what fusing needs; the others tell wh
 
 import json
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ._utils import atomic_write, first_line
+from ._utils import atomic_write, read_json
 from .core.schedule import Amount, plain_r
 from .errors import MctfError, shown
 from .hosts import Architecture
 
 FORMAT, VERSION = "mctf schedule", 1
-_MAX_BYTES = 1_000_000
 _CURE = "give a file that mctf tune wrote"
 
 
@@ -92,26 +90,7 @@ def read_schedule(source: object) -> Schedule:
     if not isinstance(source, (str, os.PathLike)) or not isinstance(os.fspath(source), str):
         raise MctfError(f"schedule={shown(source)} is neither a file nor a dict: {_CURE}")
     path = Path(source)
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device may never end
-            raise MctfError(f"schedule {path} is not a regular file: {_CURE}")
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-    except OSError as failure:
-        raise MctfError(f"schedule {path} cannot be read ({failure.strerror}): {_CURE}") from None
-    except ValueError as failure:
-        if isinstance(failure, MctfError):
-            raise
-        raise MctfError(f"schedule {shown(str(path))} is no file ({first_line(failure)}): {_CURE}") from None
-    if len(content) > _MAX_BYTES:
-        raise MctfError(f"schedule {path} has more than {_MAX_BYTES:,} bytes: {_CURE}")
-    try:
-        facts = json.loads(content)
-    except (ValueError, RecursionError) as failure:  # of JSON or UTF-8, a number of too many digits, deep nesting
-        raise MctfError(f"schedule {path} is not JSON ({first_line(failure):.80}): {_CURE}") from None
-    if not isinstance(facts, dict):
-        raise MctfError(f"schedule {path} holds {shown(facts, 40)}: {_CURE}")
-    return _checked(facts, f"schedule {path}")
+    return _checked(read_json(path, f"schedule {path}", _CURE), f"schedule {path}")
 
 
 def _checked(facts: Mapping[Any, Any], name: str) -> Schedule:

@@ -29,8 +29,10 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from . import kernels
+from ._sharding import run_in_call
 from .core.positions import TokenPositions, positions_after
 from .core.schedule import Amount, ReductionSpec, plain_r, reductions, stage_of
 from .core.selection import fill_padding
@@ -162,6 +164,7 @@ class FusedStack(nn.Module):
         self.schedule: tuple[Amount, ...] = ()
         self._layers = (layers,)  # in a tuple: not to be registered
         self.set_r(r)
+        self.fused_r = self.r  # what the layers were made for
         self.bound_block: type[BoundBlock] = BoundBlock  # what an iteration yields; a host may have its own kind
         self._container = (container,)  # in a tuple: as an attribute it would register all blocks twice
         self._observers: list[Observer] = []
@@ -218,6 +221,7 @@ class FusedStack(nn.Module):
 
         schedule: one amount per block for this pass alone, in place of the stack's own.
         """
+        _refuse_proxy(x)
         schedule = self.schedule if schedule is None else schedule
         arguments = self.host.arguments(*args, **kwargs)
         unpool, shares = self.dense or self.host.reads_every_token, self.host.uses_positions
@@ -282,8 +286,9 @@ class FusedStack(nn.Module):
             amount=amount,
             dense=self.dense,
         )
-        block = self.host.ops(self.block_modules()[index], arguments, state.positions)
-        output = self.method.run(block, x, state.sizes, ctx)
+        module = self.block_modules()[index]
+        block = self.host.ops(module, arguments, state.positions)
+        output = run_in_call(module, lambda x: self.method.run(block, x, state.sizes, ctx), x)
         if not isinstance(output, BlockOutput):
             raise MctfError(f"`run` of {self.method.name} returns {type(output).__name__}: return a BlockOutput")
         return output
@@ -347,6 +352,15 @@ class FusedStack(nn.Module):
         )
 
 
+def _refuse_proxy(x: object) -> None:
+    """Raise MctfError while torch.fx traces a model: fusing reads the values of tokens."""
+    if isinstance(x, Proxy):
+        raise MctfError(
+            "a fused model cannot be traced by torch.fx, as fusing reads the values of tokens: use timm's "
+            "forward_intermediates for features, torch.export or torch.jit.trace for a graph"
+        )
+
+
 class Run:
     """The states between the blocks of one iteration; kept per block so that recomputation finds its own.
 
@@ -388,11 +402,27 @@ class _BlockProxy:
 
 
 class IndexedBlock(_BlockProxy):
-    """`model.blocks[i]` of a fused model: readable like the block, an instance of its class, not callable alone."""
+    """`model.blocks[i]` of a fused model: readable like the block, an instance of its class, not callable alone.
+
+    It equals the block and has its `__dict__`: FSDP2 keeps its state there, and by module.
+    """
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._block)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return vars(self._block)
+
+    def __eq__(self, other: object) -> bool:
+        return getattr(other, "_block", other) is self._block
+
+    def __hash__(self) -> int:
+        return hash(self._block)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return IndexedBlock, (self._index, self._block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise MctfError(
@@ -408,8 +438,13 @@ class BoundBlock(_BlockProxy):
         super().__init__(index, block)
         object.__setattr__(self, "_run", run)
 
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The block itself, as a list of one: `fully_shard(block)` in a loop over the blocks takes it so."""
+        return iter([self._block])
+
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """B N C -> B N C: fuses inside, returns each input token as restored from its fused token."""
+        _refuse_proxy(x)
         run, index = self._run, self._index
         stack = run.stack
         arguments = stack.host.arguments(*args, **kwargs)
@@ -429,6 +464,7 @@ class BoundBlock(_BlockProxy):
         if index + 1 == stack.depth:
             restored = stack.method.restore_tokens(output.x, state.method_state)
             result = result if restored is None else restored
-        # with gradient a checkpointed block must depend on nothing but what it is given
-        run.last = None if result.requires_grad else (result, output.x, state)
+        # with gradient a checkpointed block must depend on nothing but what it is given; a trace has no gradient
+        trains = result.requires_grad and not torch.jit.is_tracing()
+        run.last = None if trains else (result, output.x, state)
         return result

@@ -76,10 +76,10 @@ linear in both, so its logits are the mean of the logits of its content at each 
 
 ## Saving models of transformers
 
-`save_pretrained` and `push_to_hub` of a fused model are refused, because their files cannot record the fusion. Run
-`mctf.unfuse(model)` first and `mctf.fuse` after loading, or save `model.state_dict()`. If you fuse a tower inside a
-larger model, `mctf.fuse(model.vision_model)`, the larger model's `save_pretrained` works and writes all weights, but
-the loaded model is not fused.
+`save_pretrained` and `push_to_hub` of a fused model write the fusion into config.json, and `mctf.load` brings it back;
+`from_pretrained` gives the unfused model ([ecosystem.md](ecosystem.md)). If you fuse a tower inside a larger model,
+`mctf.fuse(model.vision_model)`, the larger model's `save_pretrained` writes all weights, but the loaded model is not
+fused.
 
 ## Unsupported models
 

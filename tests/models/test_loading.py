@@ -70,7 +70,7 @@ class TestLoading:
         tiny = {"embed_dim": 16, "depth": 1, "num_heads": 1}
         name = "deit_tiny_distilled_patch16_224"
         distilled = timm.create_model(name, num_classes=3, **tiny)
-        assert loading._num_classes(distilled.state_dict(), timm.create_model(name, **tiny)) == 3
+        assert loading.classifier_rows(distilled.state_dict(), timm.create_model(name, **tiny)) == 3
 
     @pytest.mark.parametrize("wrapper", WRAPPERS)
     def test_wrapped_and_prefixed_files_are_read(self, model: nn.Module, tmp_path: Path, wrapper: str) -> None:

@@ -65,6 +65,15 @@ def test_the_paper_map_names_functions_and_tests_that_exist() -> None:
     assert broken_references((ROOT / "docs/paper_map.md").read_text()) == []
 
 
+def test_every_tool_in_the_ecosystem_table_names_a_test_that_exists() -> None:
+    rows = [line for line in (ROOT / "docs/ecosystem.md").read_text().splitlines() if line.count("|") == 6][2:]
+    assert len(rows) > 15
+    for row in rows:
+        ((path, name),) = TEST.findall(row.split("|")[5])
+        assert not name or name in definitions(ROOT / "tests" / path), row
+        assert (ROOT / "tests" / path).exists(), row
+
+
 def test_a_renamed_function_is_noticed() -> None:
     text = (ROOT / "docs/paper_map.md").read_text()
     changed = text.replace("core/attention.py: attend`", "core/attention.py: attended`", 1)

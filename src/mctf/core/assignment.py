@@ -82,7 +82,7 @@ class Assignment:
         shares = self.shares(weights)
         # On a CPU, bags of tokens are as fast as scattering, and up to 30 times as fast where rows are many or wide.
         # Not in a graph, whose batch may vary, nor for gradients, nor in mixed dtypes.
-        eager = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        eager = x.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         if eager and x.dtype == shares.dtype and not (torch.is_grad_enabled() and x.requires_grad):
             order, start = self._bags
             rows, row_shares = x.flatten(0, 1), shares.flatten()[order]

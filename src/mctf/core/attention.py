@@ -162,7 +162,8 @@ def attend_with_received(
 
     Without gradient both read each chunk of the map while it is there; with gradient it must not be kept.
     """
-    if dropout or (torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)):
+    trains = torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)
+    if dropout or (trains and not torch.jit.is_tracing()):  # a trace is checked by another one, without gradient
         context = attend(q, k, v, sizes=sizes, scale=scale, dropout=dropout, bias=bias)
         return context, informativeness(q, k, sizes=sizes, scale=scale, rows=rows, bias=bias)
     contexts, means = [], []
@@ -189,7 +190,8 @@ def _map_chunks(q: Tensor, k: Tensor, sizes: Tensor | None, scale: float, bias: 
 
 def batch_chunks(q: Tensor, k: Tensor) -> list[slice]:
     """Slices of the batch whose attention maps may be held at once."""
-    if portable.exporting():  # a chunk size would be the largest batch that the exported model takes
+    # in an exported or traced model a chunk size would be the largest batch, or the only one
+    if portable.exporting() or torch.jit.is_tracing():
         return [slice(None)]
     in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
     images = max(1, (_CPU_CHUNK if in_cache else _CHUNK) // (q.shape[1] * q.shape[2] * k.shape[2]))

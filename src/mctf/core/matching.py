@@ -125,7 +125,7 @@ def order_descending(values: Tensor) -> Tensor:
 
 
 def _join(alpha_slots: Tensor, beta_slots: Tensor, protected: int, r: int) -> Assignment:
-    """Interleave the slots of both sides in token order, protected tokens first."""
+    """Interleave the slots of both sides in token order, protected tokens first. Nothing is written in place: vmap."""
     even, odd = (alpha_slots, beta_slots) if protected % 2 == 0 else (beta_slots, alpha_slots)
     n = even.shape[1] + odd.shape[1]
     pairs = torch.stack([even, F.pad(odd, (0, n % 2))], dim=2)  # as many or one fewer of the second

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import MctfError
 from .assignment import Assignment
+
+_DEPENDS = (
+    "how many tokens remain depends on the images, which torch.jit.trace and torch.vmap cannot follow: "
+    "use a method that keeps equally many of every image, such as mctf"
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,15 @@ def pack_ragged(kept: Tensor, *, protected: int) -> Ragged | None:
     """
     tokens = kept.shape[1]
     counts = kept.sum(dim=1)
-    fewest, most = torch.stack(counts.aminmax()).tolist() if len(counts) else (tokens, tokens)
+    # set by torch.jit.trace alone: counting FLOPs traces too, and may
+    if getattr(torch.jit._trace, "_trace_module_map", None) is not None:
+        raise MctfError(_DEPENDS)
+    try:
+        fewest, most = torch.stack(counts.aminmax()).tolist() if len(counts) else (tokens, tokens)
+    except RuntimeError:
+        if not torch._C._functorch.is_functorch_wrapped_tensor(kept):
+            raise
+        raise MctfError(_DEPENDS) from None
     if fewest == tokens:
         return None
     position = torch.arange(tokens, device=kept.device)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.flop_counter import FlopCounterMode
 
+from .._sharding import is_sharded
 from ..core.flops import NORM
 from ..errors import MctfError, shown
 
@@ -32,6 +34,12 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def check_unsharded(name: str, block: nn.Module) -> None:
+    """Raise MctfError for a block that FSDP2 has sharded, whose class and hooks are no longer the library's."""
+    if is_sharded(block):
+        raise MctfError(f"{name} is sharded by FSDP2: run mctf.fuse first, then fully_shard on the blocks")
+
+
 def check_whole(name: str, module: nn.Module) -> None:
     """Raise MctfError for a module with hooks or a replaced forward: a fused model does not call it as a whole."""
     if has_hooks(module):
@@ -45,10 +53,18 @@ def linear_slice(linear: nn.Module, h: Tensor, start: int, stop: int) -> Tensor:
 
     Anything but a bare nn.Linear (adapters, quantized or parametrized layers, hooks) is called whole.
     """
-    if type(linear) is nn.Linear and not has_hooks(linear):
+    if type(linear) is nn.Linear and not has_hooks(linear) and can_slice(linear.weight):
         bias = None if linear.bias is None else linear.bias[start:stop]
         return F.linear(h, linear.weight[start:stop], bias)
     return linear(h)[..., start:stop]
+
+
+def can_slice(weight: Tensor) -> bool:
+    """Whether rows of a weight can be taken by slicing: quantized weights (torchao) wrap several tensors of their own.
+
+    They slice too, but not under torch.inference_mode.
+    """
+    return not is_traceable_wrapper_subclass(weight)
 
 
 def macs_per_token(*modules: nn.Module | None) -> int:

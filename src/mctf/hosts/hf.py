@@ -8,7 +8,6 @@ identified by class name, so that transformers is not imported.
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ from torch import Tensor, nn
 from ..core.flops import NORM, BlockShape
 from ..core.positions import TokenPositions
 from ..errors import MctfError
+from ..fusion_record import KEY
 from ..stack import FusedStack
 from ._inspect import count_on_meta, macs_per_token
 from .base import Architecture, Host
 from .hf_layers import LayerOps, PositionedLayerOps, check_layer, ops_class, parts_of
-from .hf_patch import BoundLayer, CallCheck, LayerForward, RefusedSaving, parameter_names
+from .hf_patch import BoundLayer, CallCheck, FusedSaving, LayerForward, parameter_names
 from .patch_embed import MatmulPatchEmbed, is_patch_convolution
 
 # The classes that embed images and run the layers. Heads are around them, a text tower may be beside them.
@@ -35,7 +35,8 @@ TOWERS = frozenset(
     ]
 )
 _CONTAINERS = ("layers", "encoder.layer", "encoder.layers", "model.layer", "layer")
-_IGNORED = frozenset(["output_hidden_states", "return_dict", "use_cache"])  # layer arguments independent of the tokens
+# layer arguments independent of the tokens
+_IGNORED = frozenset(["output_hidden_states", "return_dict", "use_cache", "num_items_in_batch"])
 _REFUSED_AROUND = ("output_attentions",)  # a model around the tower may take the mask of a text
 _REFUSED_IN_TOWER = ("output_attentions", "attention_mask", "head_mask")
 
@@ -116,8 +117,9 @@ class HFVision(Host):
             layer.forward = LayerForward(layer, in_tuple=self.in_tuple)
         for part in self._models():
             CallCheck.attach(part, refused=_REFUSED_IN_TOWER if part is self.tower else _REFUSED_AROUND)
-            for name in filter(partial(hasattr, part), RefusedSaving.names):
-                setattr(part, name, RefusedSaving())
+            if hasattr(part, FusedSaving.name):
+                setattr(part, FusedSaving.name, FusedSaving(part, stack))
+            vars(part.config).pop(KEY, None)  # of a model that was saved fused; the stack is what is true
         for owner, name, projection in self._projections():
             if is_patch_convolution(projection):
                 setattr(owner, name, MatmulPatchEmbed.of(projection, stack.fuses))
@@ -129,8 +131,7 @@ class HFVision(Host):
             vars(layer).pop("forward", None)
         for part in self._models():
             CallCheck.detach(part)
-            for name in RefusedSaving.names:
-                vars(part).pop(name, None)
+            vars(part).pop(FusedSaving.name, None)
         for owner, name, projection in self._projections():
             if isinstance(projection, MatmulPatchEmbed):
                 setattr(owner, name, projection.restored())

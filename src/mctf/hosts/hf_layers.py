@@ -20,6 +20,7 @@ from ..core.assignment import Assignment
 from ..core.positions import TokenPositions, positions_after
 from ..errors import MctfError
 from ..methods.base import run_pieces
+from ._inspect import check_unsharded
 from .base import SoftmaxAttention
 from .hf_patch import LayerForward
 
@@ -122,6 +123,7 @@ def _first(module: Any, *names: str, default: Any = None) -> Any:
 
 def check_layer(name: str, layer: nn.Module) -> None:
     """Raise MctfError for a layer whose forward is not the composition of the pieces, or with hooks inside."""
+    check_unsharded(name, layer)
     # exactly a supported class: a subclass may compute something else
     if not type(layer).__module__.startswith("transformers.models.") or type(layer).__name__ not in LAYERS:
         raise MctfError(

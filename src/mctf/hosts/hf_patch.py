@@ -1,4 +1,4 @@
-"""What a fused model of transformers has attached while it is fused: layer calls, checks of calls, refused saving.
+"""What a fused model of transformers has attached while it is fused: layer calls, checks of calls, saving.
 
 transformers attaches hooks or a wrapped `forward` to a layer to collect hidden states, and its `__call__` may
 checkpoint gradients. A fused pass therefore goes through the layer: `BoundLayer` calls the layer, and `LayerForward`,
@@ -9,12 +9,14 @@ Axes: B images, N input tokens, C channels.
 
 from collections.abc import Callable
 from inspect import Parameter, signature
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..errors import MctfError
-from ..stack import BoundBlock
+from ..fusion_record import KEY, FusionRecord
+from ..methods._layers import LAYERS
+from ..stack import BoundBlock, FusedStack
 
 
 class BoundLayer(BoundBlock):
@@ -39,20 +41,35 @@ class LayerForward:
         return (output,) if self.in_tuple else output
 
 
-class RefusedSaving:
-    """Replaces `save_pretrained` and `push_to_hub` of a fused model: the files they write cannot record the fusion.
+class FusedSaving:
+    """Replaces `save_pretrained` of a fused model: the config that it writes also holds the fusion (`FusionRecord`).
 
-    It covers the fused model and the models inside it on the way to the tower. Where only an inner model was fused,
-    the outer model's `save_pretrained` is its own: it writes the weights, and the loaded model is not fused.
+    `push_to_hub` and trainers call it. It covers the fused model and the models inside it on the way to the tower.
+    Where only an inner model was fused, the outer model's `save_pretrained` is its own: it writes the unfused model.
+
+    Trainers name `state_dict` in the call, and resume by `load_state_dict(strict=False)`. By default transformers
+    writes the parameter names of older versions, of which that call loads none without a word; so they get their own.
     """
 
-    names = ("save_pretrained", "push_to_hub")
+    name = "save_pretrained"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise MctfError(
-            "the files of a saved model would lose the fusion: run mctf.unfuse(model) first and mctf.fuse after "
-            "loading, or save model.state_dict()"
-        )
+    def __init__(self, model: Any, stack: FusedStack) -> None:
+        self.model = model
+        self.stack = stack
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.stack.layers is not None and not hasattr(self.model, LAYERS):
+            raise MctfError(
+                f"the layers of {self.stack.method.name} belong to the model that was fused, not to the "
+                f"{type(self.model).__name__} inside: save that model, or run mctf.unfuse(model) first"
+            )
+        if "state_dict" in kwargs and "save_original_format" in parameter_names(type(self.model).save_pretrained):
+            kwargs.setdefault("save_original_format", False)
+        setattr(self.model.config, KEY, FusionRecord.of(self.stack).as_dict())
+        try:
+            return type(self.model).save_pretrained(self.model, *args, **kwargs)
+        finally:
+            delattr(self.model.config, KEY)
 
 
 class CallCheck:

@@ -67,6 +67,6 @@ class MatmulPatchEmbed(nn.Conv2d):
 
 
 def _reduced_precision_on_gpu(images: Tensor) -> bool:
-    if not getattr(images, "is_cuda", False):  # what is no tensor is refused by the convolution
+    if not (isinstance(images, Tensor) and images.is_cuda):  # what is no tensor is refused by the convolution
         return False
     return images.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cuda")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..core.flops import NORM, BlockShape
 from ..errors import MctfError
 from ..stack import FusedStack
-from ._inspect import check_whole, count_on_meta, linear_slice, macs_per_token
+from ._inspect import check_unsharded, check_whole, count_on_meta, linear_slice, macs_per_token
 from .base import Architecture, Host, SoftmaxAttention
 from .patch_embed import MatmulPatchEmbed, is_patch_convolution
 
@@ -49,6 +49,7 @@ class TimmHost(Host):
 
     def check_block(self, name: str, block: Any) -> None:
         """Raise MctfError for a block whose forward is not the composition of the pieces."""
+        check_unsharded(name, block)
         _check_class(name, block, tuple(self.block_classes))
         _check_class(f"{name}.attn", block.attn, self.block_classes[type(block)])
         for path in ("", ".attn", ".attn.attn_drop"):

@@ -1,8 +1,8 @@
 """Ward: tokens clustered by Ward's cost, attention exact, from a quarter of the depth on.
 
 A token's weight is the attention that it receives, times the root of its size. Two tokens are fused where that adds
-least to the weighted squared error of the tokens. There is no temperature and nothing to train. In a `dense` model every
-token counts alike, whoever attends to it: a token's weight is its size.
+least to the weighted squared error of the tokens. There is no temperature and nothing to train. In a `dense` model all
+input tokens count alike: a token's weight is its size.
 
 Axes: B images, N tokens, M = N - r tokens after fusion, C channels.
 """

@@ -4,18 +4,21 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._utils import first_line, optional_import
-from ..errors import MctfError, is_out_of_memory
+from ..errors import MctfError, is_out_of_memory, shown
 from ..hosts import find_host
+from ..methods._layers import LAYERS, stash_layers, stashed_layers
 from .hf_images import ImageModel, read_preprocessing
 from .loading import WeightsUnavailableError, cached_file
-from .state_dict import check_floating, check_values, explain_failure
+from .state_dict import check_finite, check_floating, check_values, convert, explain_failure, read_state_dict
 
 _EXPECTED = "a directory written by save_pretrained, or a name on the model hub"
 _PREPROCESSING_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -49,7 +52,10 @@ def create_hf(
             find_host(model)  # raises MctfError with the reason where the model cannot be fused
             if pretrained:
                 check_values(model, name)
-            return ImageModel.of(model, preprocessing, image_size=image_size).eval()
+            images = ImageModel.of(model, preprocessing, image_size=image_size).eval()
+            if stashed_layers(model):  # they belong to the model that is fused
+                stash_layers(images, stashed_layers(model))
+            return images
     except MctfError:
         raise
     except Exception as failure:  # network, hub, config and weights errors share no base class
@@ -134,15 +140,64 @@ def _load(transformers: Any, source: str, config: Any) -> nn.Module:
         model, report = transformers.AutoModel.from_pretrained(source, trust_remote_code=False, **options)
     else:
         model, report = kind.from_pretrained(source, **options)
+    missing = _check_report(model, source, report, optional="pooler.")
+    if missing:
+        model.pooler = None
+    _stash_layers(transformers, model, source, report)
+    return model
+
+
+def load_saved(source: str, **options: Any) -> nn.Module:
+    """The model that `save_pretrained` wrote, of the class that it had, in evaluation mode.
+
+    Layers of a learned method are stashed in it. options: of `from_pretrained`.
+    """
+    transformers = optional_import("transformers", extra="hf", purpose="models of transformers")
+    try:
+        with _quiet(transformers.utils.logging):
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+            named = (getattr(config, "architectures", None) or [None])[0]
+            kind: Any = getattr(transformers, named, None) if isinstance(named, str) else None
+            if not hasattr(kind, "from_pretrained"):
+                raise MctfError(f"{source} names no class of transformers, but {shown(named)}: save the model again")
+            _check_files(transformers, source, config)
+            given = {"dtype": "auto", **options, "config": config, "output_loading_info": True}
+            model, report = kind.from_pretrained(source, **given)
+            _check_report(model, source, report)
+            _stash_layers(transformers, model, source, report)
+            check_values(model, source)
+            return model.eval()
+    except MctfError:
+        raise
+    except Exception as failure:  # network, hub, config and weights errors share no base class
+        raise MctfError(f"{source} {_explain(failure)}") from None
+
+
+def _check_report(model: nn.Module, source: str, report: Any, *, optional: str = " ") -> list[str]:
+    """Names of missing weights that start with `optional`; raises MctfError where others are missing."""
     missing = sorted(key for key in report["missing_keys"] if not key.endswith("mask_token"))  # nothing is masked here
-    needed = [key for key in missing if not key.startswith("pooler.")]
+    needed = [key for key in missing if not key.startswith(optional)]
     if needed:
         raise MctfError(
             f"{source} lacks weights of a {type(model).__name__}, such as {needed[0]}: save the model again"
         )
-    if missing:
-        model.pooler = None
-    return model
+    return missing
+
+
+def _stash_layers(transformers: Any, model: nn.Module, source: str, report: Any) -> None:
+    """Keep the layers of a learned method, which `from_pretrained` leaves out, for `mctf.fuse`."""
+    names = [key for key in report["unexpected_keys"] if key.startswith(f"{LAYERS}.")]
+    if not names:
+        return
+    find = partial(transformers.utils.cached_file, source, _raise_exceptions_for_missing_entries=False)
+    index = find("model.safetensors.index.json")
+    files = dict.fromkeys(names, "model.safetensors")
+    if index is not None:
+        files |= json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    states = {file: read_state_dict(Path(find(file))) for file in {files[name] for name in names}}
+    layers = {name: convert(name, states[files[name]][name], torch.float32, source) for name in names}
+    check_finite(layers, source)
+    stash_layers(model, layers)
 
 
 def _read_preprocessing(transformers: Any, source: str) -> dict[str, Any]:

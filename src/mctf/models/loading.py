@@ -101,10 +101,10 @@ def create(name: str, *, image_size: tuple[int, int] | None = None, **options: A
         ) from None
 
 
-def create_empty(name: str, *, image_size: tuple[int, int] | None = None) -> nn.Module:
-    """A model on the meta device: all of its shapes, none of its memory."""
+def create_empty(name: str, *, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
+    """A model on the meta device: all of its shapes, none of its memory. options: of its library."""
     with torch.device("meta"):
-        return create(name, image_size=image_size)
+        return create(name, image_size=image_size, **options)
 
 
 def copy_sharing_weights(model: nn.Module) -> nn.Module:
@@ -170,7 +170,7 @@ def _load_file(name: str, path: Path, image_size: tuple[int, int] | None, option
     theirs, own = state.get("pos_embed"), model.state_dict().get("pos_embed")
     if image_size is not None and theirs is not None and own is not None and theirs.shape != own.shape:
         model = create(name, image_size=image_size, **options)  # the file may be for images of this size
-    classes = _num_classes(state, model)
+    classes = classifier_rows(state, model)
     if classes not in (None, model.num_classes):
         model.reset_classifier(classes)
     load_weights(model, path, state=state)
@@ -181,7 +181,7 @@ def _load_file(name: str, path: Path, image_size: tuple[int, int] | None, option
     return model
 
 
-def _num_classes(state: dict[str, Tensor], model: nn.Module) -> int | None:
+def classifier_rows(state: dict[str, Tensor], model: nn.Module) -> int | None:
     """Rows of the classifier in a state_dict; None where it has no classifier."""
     classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
     name = classifier[0] if isinstance(classifier, (tuple, list)) else classifier
