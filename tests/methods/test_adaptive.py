@@ -143,7 +143,7 @@ def test_feature_maps_have_every_token(method: str, options: dict[str, Any]) -> 
 @every_method
 @torch.no_grad()
 def test_compiles_with_breaks(method: str, options: dict[str, Any]) -> None:
-    model = fused(make("plain"), method, options)
+    model = fused(make("plain", depth=2), method, options)
     images = make_images(model, 2)
     expected = run(model, images)
     torch.compiler.reset()
