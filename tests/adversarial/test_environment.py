@@ -15,6 +15,7 @@ import click
 import pytest
 import torch
 
+import mctf.cli
 from helpers.command_line import Outcome
 from mctf import MctfError
 from mctf.cli.output import tell
@@ -127,6 +128,28 @@ def test_signals_are_one_line(
     assert outcome == Outcome(128 + number, "", f"mctf: {said}\n")
     assert signal.getsignal(number) is before
     signal.signal(number, found)
+
+
+@pytest.mark.parametrize("moment", ["report", "restore"])
+def test_signals_that_come_while_the_command_ends(
+    command: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    owner, name = (mctf.cli, "_report") if moment == "report" else (signal, "signal")
+    original, sent = getattr(owner, name), []
+
+    def interrupted(*arguments: Any) -> Any:
+        if not sent and (moment == "report" or arguments == (signal.SIGTERM, before)):
+            sent.append(arguments)
+            signal.raise_signal(signal.SIGTERM)
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    outcome = command("plan no_such_model")
+    assert sent
+    assert outcome.code == 128 + signal.SIGTERM
+    assert "Traceback" not in outcome.err
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_signals_that_are_ignored_stay_ignored(

@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 import warnings
+from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import PurePath
@@ -84,29 +85,39 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
-    with stopped_by_signals() as received:
-        try:
-            with warnings.catch_warnings():
-                warnings.showwarning = _show_warning
-                code = group(standalone_mode=False)
-                sys.stdout.flush()
-        except click.exceptions.Exit as stop:
-            code = stop.exit_code
-        except (ReaderGone, BrokenPipeError):
-            discard(sys.stdout)
-            discard(sys.stderr)
-            code = 0
-        except (Exception, KeyboardInterrupt, Stopped) as error:
-            if received or isinstance(error, (click.Abort, KeyboardInterrupt)):  # an import fails in ways of its own
-                number = received[0] if received else signal.SIGINT
-                if number == signal.SIGINT and sys.stderr.isatty():
-                    click.echo(err=True)  # after ^C
-                _say("interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
-                code = 128 + number
-            else:
-                code = _report(error)
+    code, received = 0, list[int]()
+    with suppress(Stopped), stopped_by_signals(received):
+        with suppress(Stopped):  # also raised while an error is reported
+            code = _run(received)
+        if received:
+            if received[0] == signal.SIGINT and sys.stderr.isatty():
+                click.echo(err=True)  # after ^C
+            name = signal.Signals(received[0]).name
+            _say("interrupted" if name == "SIGINT" else f"stopped by {name}")
+    if received:
+        code = 128 + received[0]
     if code:
         sys.exit(code)
+
+
+def _run(received: list[int]) -> int:
+    """Run the command and report its error; returns the exit code."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = group(standalone_mode=False)
+            sys.stdout.flush()
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except (ReaderGone, BrokenPipeError):
+        discard(sys.stdout)
+        discard(sys.stderr)
+        return 0
+    except (click.Abort, KeyboardInterrupt):
+        received.append(signal.SIGINT)
+    except Exception as error:
+        return 0 if received else _report(error)  # a signal fails an import in ways of its own
+    return code or 0
 
 
 def _report(error: BaseException) -> int:

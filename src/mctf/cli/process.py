@@ -32,17 +32,16 @@ def readers_may_leave() -> Iterator[None]:
 
 
 @contextmanager
-def stopped_by_signals() -> Iterator[list[int]]:
+def stopped_by_signals(received: list[int]) -> Iterator[None]:
     """While open, signals that end a program raise Stopped, so that files and the terminal are left in order.
 
-    Yields the number of the one that came first; later ones end a program that does not end by itself. A signal that is
-    ignored, as under nohup, stays ignored.
+    `received` gets the number of the first one. Later ones end a program that does not end by itself. A signal that
+    comes while the program is ending raises nothing. A signal that is ignored, as under nohup, stays ignored.
     """
-    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield
         return
-    owner, patience = os.getpid(), 0.0
+    owner, patience, leaving = os.getpid(), 0.0, False
 
     def stop(number: int, _: object) -> None:
         nonlocal patience
@@ -52,8 +51,9 @@ def stopped_by_signals() -> Iterator[list[int]]:
         if not received:
             received.append(number)
             patience = time.monotonic() + _PATIENCE
-            raise Stopped
-        if time.monotonic() > patience:
+            if not leaving:
+                raise Stopped
+        elif time.monotonic() > patience:
             os._exit(128 + number)
 
     names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
@@ -63,8 +63,9 @@ def stopped_by_signals() -> Iterator[list[int]]:
     for number in previous:
         signal.signal(number, stop)
     try:
-        yield received
+        yield
     finally:
+        leaving = True
         for number, handler in previous.items():
             signal.signal(number, handler)
 
