@@ -115,6 +115,7 @@ def _run(received: list[int]) -> int:
         return 0
     except (click.Abort, KeyboardInterrupt):
         received.append(signal.SIGINT)
+        return 0
     except Exception as error:
         return 0 if received else _report(error)  # a signal fails an import in ways of its own
     return code or 0
