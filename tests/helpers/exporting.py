@@ -8,7 +8,7 @@ from helpers.models import make
 
 def tiny(name: str = "plain", *, depth: int = 2) -> Any:
     """A model of few blocks."""
-    return make(name) if name.startswith("hf_") else make(name, depth=depth)
+    return make(name, depth=depth)
 
 
 def fused(name: str = "plain", method: str = "ward", **options: Any) -> Any:

@@ -126,12 +126,9 @@ def tome_block(block: Pieces, tokens: Tokens, r: int, protected: int, options: O
     context = joined_heads(attention_map(block, read, tokens, options) @ block.values(read))
     _, keys = block.queries_keys(read, tokens.cover)
     x = block.add_attention(tokens.x, block.finish(context, read))
-    metric = keys.mean(dim=0)
+    similarity = cosines(keys.mean(dim=0))
     score = {
-        (i, j): cosine(metric[i], metric[j])
-        for i in range(0, len(x), 2)
-        for j in range(1, len(x), 2)
-        if min(i, j) >= protected
+        (i, j): similarity[i][j] for i in range(0, len(x), 2) for j in range(1, len(x), 2) if min(i, j) >= protected
     }
     groups = match_one_way(score, len(x), r, protected)
     fused = block.add_mlp(pool(x, groups, tokens.sizes, "size"))
@@ -180,11 +177,11 @@ def approximated_map(full_map: Tensor, groups: Groups, weights: list[float], poo
 
 
 def match(x: Tensor, informative: list[float], sizes: list[float], r: int, protected: int, options: Options) -> Groups:
-    score = {}
+    score, similarity = {}, cosines(x)
     for i in range(0, len(x), 2):
         for j in range(1, len(x), 2):
             if min(i, j) >= protected:
-                similar = ((cosine(x[i], x[j]) + 1) / 2) ** options.tau_sim
+                similar = ((similarity[i][j] + 1) / 2) ** options.tau_sim
                 plain = (1 / (informative[i] * informative[j])) ** options.tau_info
                 small = (1 / (sizes[i] * sizes[j])) ** options.tau_size
                 score[i, j] = similar * plain * small
@@ -229,8 +226,10 @@ def strongest(tokens: list[int], strength: dict[int, float]) -> list[int]:
     return sorted(tokens, key=lambda token: -strength[token])
 
 
-def cosine(a: Tensor, b: Tensor) -> float:
-    return float(a @ b / (a.norm() * b.norm()))
+def cosines(x: Tensor) -> list[list[float]]:
+    """The cosine of each pair of rows."""
+    unit = x / x.norm(dim=1, keepdim=True)
+    return (unit @ unit.T).tolist()
 
 
 def pooling_weights(informative: list[float], sizes: list[float], pooling: str) -> list[float]:

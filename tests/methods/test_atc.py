@@ -12,7 +12,7 @@ from torch import Tensor
 import mctf
 from helpers.models import NAMES, ONE_PER_OPS, make, make_images
 from helpers.naive import NaiveBlock, NaiveContext, assert_as_naive, fused_by_size, plain_block
-from helpers.reference import Groups, Options, Tokens, cosine
+from helpers.reference import Groups, Options, Tokens, cosines
 from helpers.reference_blocks import Pieces
 from mctf.core.agglomeration import LINKAGES, agglomerate
 
@@ -46,7 +46,7 @@ def naive_atc(*, linkage: str = "average", proportional: bool = True) -> NaiveBl
             r = free - math.floor((ctx.initial - first) * (1 - ctx.amount) ** stage + 1e-9)
 
         def grouped(keys: Tensor) -> Groups:
-            distances = [[1 - cosine(one, other) for other in keys[first:]] for one in keys[first:]]
+            distances = [[1 - cosine for cosine in row] for row in cosines(keys[first:])]
             clusters = naive_clusters(distances, r, linkage)
             return [[i] for i in range(first)] + [[first + i for i in cluster] for cluster in clusters]
 

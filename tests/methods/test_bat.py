@@ -19,7 +19,7 @@ from helpers.naive import (
     by_falling,
     plain_block,
 )
-from helpers.reference import Groups, Tokens, cosine
+from helpers.reference import Groups, Tokens, cosines
 from helpers.reference_blocks import Pieces
 from mctf import MctfError
 from mctf.methods import make_method
@@ -64,8 +64,9 @@ def fused_pairs(x: Tensor, lower: list[int], pairs: int, *, place: int) -> Group
     odd = [i for number, i in enumerate(lower, start=place) if number % 2 == 1]
     if pairs == 0:
         return [[i] for i in lower]
-    best = {i: max(odd, key=lambda j: cosine(x[i], x[j])) for i in even}
-    leaving = sorted(even, key=lambda i: -cosine(x[i], x[best[i]]))[:pairs]
+    cosine = cosines(x)
+    best = {i: max(odd, key=lambda j: cosine[i][j]) for i in even}
+    leaving = sorted(even, key=lambda i: -cosine[i][best[i]])[:pairs]
     alone = [[i] for i in even if i not in leaving]
     return alone + [[j] + [i for i in leaving if best[i] == j] for j in odd]
 

@@ -21,7 +21,7 @@ from helpers.naive import (
     by_falling,
     plain_block,
 )
-from helpers.reference import Groups, Options, Tokens, cosine
+from helpers.reference import Groups, Options, Tokens, cosines
 from helpers.reference_blocks import Pieces
 from mctf.evaluation.match_flops import sweep_reductions
 from mctf.methods.diffrate import PUBLISHED
@@ -61,14 +61,15 @@ def naive_diffrate(*, published: str = "tiny", prune: bool = True, proportional:
         x, full_map = attended(pieces, tokens, options)
         ranked = by_falling(full_map[:, 0].mean(dim=0).tolist(), range(first, count))
         stay, leave, lost = ranked[: free - r], ranked[free - r :], ranked[free - dropped :]
-        best = {i: max(stay, key=lambda j: cosine(x[i], x[j])) for i in leave}
+        cosine = cosines(x)
+        best = {i: max(stay, key=lambda j: cosine[i][j]) for i in leave}
 
         groups = [[i] for i in range(first)] + [[j] + [i for i in leave if best[i] == j] for j in stay]
         weights = [0.0 if i in lost else 1.0 for i in range(count)]
         rows = [x[[i for i in members if i not in lost]].mean(dim=0) for members in groups]
         result = tokens.fused(groups, weights, pieces.add_mlp(torch.stack(rows)))
         result.sizes = [
-            tokens.sizes[j] + sum(tokens.sizes[i] * max(0, cosine(x[i], x[j])) for i in joined if i not in lost)
+            tokens.sizes[j] + sum(tokens.sizes[i] * max(0, cosine[i][j]) for i in joined if i not in lost)
             for j, *joined in groups
         ]
         return result, groups

@@ -11,7 +11,7 @@ from torch import Tensor
 import mctf
 from helpers.models import NAMES, ONE_PER_OPS, make, make_images
 from helpers.naive import NaiveBlock, NaiveContext, assert_as_naive, by_falling, fused_by_size, plain_block
-from helpers.reference import Groups, Options, Tokens, cosine
+from helpers.reference import Groups, Options, Tokens, cosines
 from helpers.reference_blocks import Pieces
 
 SCHEDULE = [0.2, 9, 0.3, 0.1]
@@ -29,16 +29,16 @@ def naive_pitome(*, margin: float = 0.75, proportional: bool = True, depth: int 
 
         def grouped(keys: Tensor) -> Groups:
             alike = margin - margin * ctx.index / depth
-            energy = [0.0] * count
+            energy, cosine = [0.0] * count, cosines(keys)
             for i in free:
-                terms = [cosine(keys[i], keys[j]) - alike for j in free]
+                terms = [cosine[i][j] - alike for j in free]
                 energy[i] = sum(term if term > 0 else math.exp(term) - 1 for term in terms) / len(terms)
             ranked = by_falling(energy, free)
             if ctx.index >= math.ceil(depth / 2):
                 ranked = ranked[: 2 * r]
             first, second = ranked[::2], ranked[1::2]
-            best = {i: max(second, key=lambda j: cosine(keys[i], keys[j])) for i in first}
-            leaving = sorted(first, key=lambda i: -cosine(keys[i], keys[best[i]]))[:r]
+            best = {i: max(second, key=lambda j: cosine[i][j]) for i in first}
+            leaving = sorted(first, key=lambda i: -cosine[i][best[i]])[:r]
             stay = [i for i in range(count) if i not in leaving]
             return [[i] + [j for j in leaving if best[j] == i] for i in stay]
 
