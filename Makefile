@@ -48,6 +48,7 @@ format: .venv/ready
 clean:
 	rm -rf .venv build dist .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
+# Python compiles what is imported; compiling every package beforehand takes a third of the installation.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"

@@ -18,6 +18,8 @@ x_g plus its residual, the differences x_i - mean_g(x) of all fusions on its way
 residuals of a slot cancel in it: the fused token is the pooled mean of the restored ones. Dropped tokens have weight 0
 in that mean, and restored they follow the kept token of their slot at the distance at which they were dropped.
 
+It is one file, as calling, iterating and restoring share one `Run`.
+
 Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
 """
 
