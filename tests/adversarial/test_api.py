@@ -693,7 +693,8 @@ def test_images_that_are_too_large_for_the_memory(load: Any, monkeypatch: pytest
 
     monkeypatch.setattr(timm, "create_model", create)
     refused(
-        lambda: load("embedded_small", image_size=(4096, 4096)), "embedded_small for images of 4096x4096 does not fit into memory"
+        lambda: load("embedded_small", image_size=(4096, 4096)),
+        "embedded_small for images of 4096x4096 does not fit into memory",
     )
 
 

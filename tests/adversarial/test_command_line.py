@@ -38,7 +38,12 @@ GROUP = [
 
 SCHEDULES = [
     (f"{verb} --schedule {{{name}}}", "schedule")
-    for verb in ("plan embedded_small", "eval embedded_small --data {images}", "compare embedded_small --data {images}", "bench embedded_small")
+    for verb in (
+        "plan embedded_small",
+        "eval embedded_small --data {images}",
+        "compare embedded_small --data {images}",
+        "bench embedded_small",
+    )
     for name in ("empty", "text.txt", "binary", "fifo", "empty_folder", "broken_link", "loop", "null", "weights.pt")
 ] + [
     ("plan embedded_small --schedule ''", "--schedule"),
@@ -73,7 +78,10 @@ SCHEDULES = [
 ]
 
 BUDGETS = [
-    *((f"plan embedded_small --flops {value}", "flops=") for value in ("0", "-1", "1.01", "nan", "inf", "x", "''", "56%")),
+    *(
+        (f"plan embedded_small --flops {value}", "flops=")
+        for value in ("0", "-1", "1.01", "nan", "inf", "x", "''", "56%")
+    ),
     ("plan embedded_small --flops 0.5 -r 16", "both say how much to fuse"),
     ("plan embedded_small --flops 0.01", "choose flops from 0."),
     ("plan embedded_small --flops 0.5 -m ats", "mctf compare --flops"),

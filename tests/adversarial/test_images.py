@@ -221,7 +221,9 @@ def test_limits_of_the_command(
 @pytest.mark.parametrize("options", ["--max-pixels 0", "--max-bytes -1", "--max-aspect 0.5", "--max-aspect nan"])
 def test_limits_out_of_range(options: str, folder: Path, refused: Callable[[str, str], str]) -> None:
     refused(f"eval embedded_small --data {folder} -r 0 {options}", options.split()[0][2:].replace("-", "_")[4:])
-    refused(f"visualize {folder}/a/1.png --model embedded_small {options}", options.split()[0][2:].replace("-", "_")[4:])
+    refused(
+        f"visualize {folder}/a/1.png --model embedded_small {options}", options.split()[0][2:].replace("-", "_")[4:]
+    )
 
 
 def test_all_images_unreadable(folder: Path, command: Callable[[str], Outcome]) -> None:
@@ -263,7 +265,8 @@ def test_mutations_of_a_png_never_raise_another_error(tmp_path: Path) -> None:
 def test_reproduce_skips_and_counts(folder: Path, workdir: Path, command: Callable[[str], Outcome]) -> None:
     (folder / "a" / os.fsdecode(b"\xfe\n.png")).write_bytes(b"text")
     data = folder.rename(folder.with_name(os.fsdecode(b"\xff\n[red]")))
-    line = f"reproduce embedded_small --data {shlex.quote(str(data))} --only class_token --out out --on-corrupt skip --json"
+    options = "--only class_token --out out --on-corrupt skip --json"
+    line = f"reproduce embedded_small --data {shlex.quote(str(data))} {options}"
     outcome = command(line)
     assert outcome.code == 0, outcome
     assert "note: 1 unreadable image skipped" in outcome.err.splitlines()

@@ -17,7 +17,9 @@ from mctf import MctfError
 from mctf.models.loading import create, load_model
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "pack_embedded.py"
-COMMAND = "mctf finetune --config /x/recipes/tiny_imagenet/embedded_small.toml --data /x/a.zip,../y/b.zip --lr .1 -o ./runs/e"
+COMMAND = (
+    "mctf finetune --config /x/recipes/tiny_imagenet/embedded_small.toml --data /x/a.zip,../y/b.zip --lr .1 -o ./runs/e"
+)
 SHORT = "mctf finetune --config recipes/tiny_imagenet/embedded_small.toml --data a.zip,b.zip --lr .1 -o runs/e"
 
 
