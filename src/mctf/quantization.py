@@ -34,7 +34,6 @@ _LARGEST_FP8 = 448.0
 _RANKED_IMAGES = 32  # on which layers are compared; the bar is checked on all images
 SENSITIVE, UNSEEN = "sensitive", "did not run in calibration"
 
-Calibration = "Tensor | Iterable[Tensor] | Callable[[nn.Module], object] | Mapping[str, float] | Quantization"
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,18 @@ class Quantization:
         if not self.native:
             parts.append("emulated: this device has no such arithmetic, so it brings no speed")
         return ", ".join(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizationRequest:
+    """What `quantize` is asked for; see there."""
+
+    precision: str
+    calibration: Any = None
+    max_kl: float | None = None
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        return quantize(model, self.precision, calibration=self.calibration, max_kl=self.max_kl)
 
 
 def quantize(
