@@ -62,7 +62,7 @@ class Quantization:
         if not found:
             return None
         first = next(iter(found.values()))
-        every = _linear_layers(model)
+        every = linear_layers(model)
         macs = {name: layer.in_features * layer.out_features for name, layer in every.items()}
         return cls(
             precision=first.kind,
@@ -133,7 +133,7 @@ def quantize(
     find_host(model)
     if next(_quantized(model), None) is not None:
         raise MctfError("the model is quantized already: run mctf.unquantize(model) first")
-    layers = _linear_layers(model)
+    layers = linear_layers(model)
     chosen = {name: layer for name, layer in layers.items() if not _why_kept(model, name, layer, precision)}
     if not chosen:
         why = next((_why_kept(model, name, layer, precision) for name, layer in layers.items()), "it has none")
@@ -177,7 +177,7 @@ def _quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear))
 
 
-def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """The linear layers of the blocks that tokens go through, by their names in the model."""
     container = find_host(model).container
     prefix = next(name for name, module in model.named_modules() if module is container)

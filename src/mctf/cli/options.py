@@ -182,11 +182,9 @@ output_option: Decorator = click.option("--output", type=FILE, help="Also write 
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 
 
-SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
 def quantized_precisions(names: Sequence[str] | None, dtype: str) -> list[str]:
     """The precisions of --precision that quantize; the others must name the dtype of the model."""
+    from ..deploy.metadata import SHORT_NAMES
     from ..kernels.quantized_linear import KINDS
 
     own = SHORT_NAMES[dtype]
