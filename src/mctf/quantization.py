@@ -8,7 +8,7 @@ Queries, keys and values, the projection of attention and both layers of the MLP
 attention, matching and the head keep their dtype. Fusing and quantizing are independent: either may come first.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,6 @@ _HEADROOM = 2.0
 _LARGEST_FP8 = 448.0
 _RANKED_IMAGES = 32  # on which layers are compared; the bar is checked on all images
 SENSITIVE, UNSEEN = "sensitive", "did not run in calibration"
-
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,8 @@ def quantize(
 
     precision: "fp8", for GPUs with such tensor cores (Ada, Hopper and later), or "int8", for CPUs. On other devices
         the arithmetic is emulated: same results, no speed.
-    calibration: what fp8 takes the ranges of its inputs from: preprocessed images (B 3 H W), batches of them, a function
-        that runs the model, or the scales of `Quantization.of` another copy. int8 measures each token as it runs.
+    calibration: what fp8 takes the ranges of its inputs from: preprocessed images (B 3 H W), batches of them, a
+        function that runs the model, or `Quantization.of` another copy. int8 measures each token as it runs.
     max_kl: the KL to the unquantized model that quantizing may add on the calibration images. Where all layers together
         add more, the most sensitive ones per FLOP keep their dtype. By default all layers are quantized.
 
@@ -150,7 +149,7 @@ def quantize(
             if name in kept:
                 vars(layer)["mctf_kept"] = SENSITIVE
         for name in made.keys() - kept:
-            made[name].added_kl = kl
+            vars(made[name])["added_kl"] = kl
             model.set_submodule(name, made[name])
     return whole
 
@@ -203,11 +202,11 @@ def _why_kept(model: nn.Module, name: str, layer: nn.Linear, precision: str) -> 
 
 
 def _batches(calibration: Any, *, needed: bool, precision: str) -> Any:
-    """Calibration in one form: a list of batches of images, a function, or scales by name; None where it is not used."""
+    """Calibration in one form: a list of batches of images, a function, or scales by name; None where not used."""
     if calibration is None:
         if needed:
             raise MctfError(
-                f"{precision} needs calibration images: pass calibration= a tensor of preprocessed images, B x 3 x H x W"
+                f"{precision} needs calibration images: pass calibration=images, preprocessed, B x 3 x H x W"
             )
         return None
     if isinstance(calibration, Quantization):
@@ -220,7 +219,9 @@ def _batches(calibration: Any, *, needed: bool, precision: str) -> Any:
     except TypeError:
         batches = [None]
     if not all(isinstance(batch, Tensor) and batch.dim() == 4 for batch in batches):
-        raise MctfError("calibration should be images of B x 3 x H x W, batches of them, a function, or scales by layer")
+        raise MctfError(
+            "calibration should be images of B x 3 x H x W, batches of them, a function, or scales by layer"
+        )
     if not any(len(batch) for batch in batches):
         raise MctfError("calibration holds no images: give at least one, better a hundred")
     return batches
@@ -280,8 +281,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _outputs(model: nn.Module, images: Tensor) -> Tensor:
-    """Logits, from images in whatever dtype and place."""
+def _outputs(model: nn.Module, images: Tensor) -> Any:
+    """Logits, from images in whatever dtype and place; None where there are none."""
     weight = next(model.parameters())
     outputs: Any = model(images.to(weight.device, weight.dtype))
     return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
@@ -324,7 +325,9 @@ def _within(
             kl = added(ranked[middle:], batches, references)
             low, high, best = (middle, high, best) if kl > max_kl else (low, middle, kl)
     if high == len(ranked):
-        raise MctfError(f"every layer alone adds more than a KL of {max_kl:g}: raise max_kl, or leave the model as it is")
+        raise MctfError(
+            f"every layer alone adds more than a KL of {max_kl:g}: raise max_kl, or leave the model as it is"
+        )
     return set(ranked[:high]), best
 
 

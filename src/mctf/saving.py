@@ -66,8 +66,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, model_args: Mapping[
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if Quantization.of(model) is not None:
         raise MctfError(
-            "the model is quantized, and the files would not say so: run mctf.unquantize(model) first, and quantize what "
-            "mctf.load brings back"
+            "the model is quantized, and the files would not say so: run mctf.unquantize(model) first, and quantize "
+            "what mctf.load brings back"
         )
     target = _path(path)
     inner = model.model if isinstance(model, ImageModel) else model

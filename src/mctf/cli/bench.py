@@ -34,7 +34,8 @@ from .progress import Command, progress
 if TYPE_CHECKING:
     from ..core.schedule import ReductionSpec
     from ..deploy.benchmark import Contender
-    from ..evaluation.benchmark import BenchmarkConfig, Measurement
+    from ..evaluation.benchmark import Measurement
+    from ..evaluation.contenders import BenchmarkConfig
 
 _LARGEST_BATCH = 10**9
 
@@ -158,8 +159,12 @@ def command(
     if any(files) or formats is not None:
         if training or compiled or dtype != "float32" or device_name not in (None, "cpu"):
             raise MctfError("exported models run on the CPU: leave out --training, --compile, --dtype and --device")
-        if any(files) and not (all(files) and not any((reductions, budgets, schedule, methods, formats, weights, precisions))):
-            raise MctfError("exported files are timed as they are: give files alone, without -r, --method, --format or --precision")
+        if any(files) and not (
+            all(files) and not any((reductions, budgets, schedule, methods, formats, weights, precisions))
+        ):
+            raise MctfError(
+                "exported files are timed as they are: give files alone, without -r, --method, --format or --precision"
+            )
         given: list[dict[str, Any]] = [{"r": r} for r in reductions or ()]
         given += [{"flops": budget} for budget in budgets or ()]
         given += [] if schedule is None else [{"schedule": schedule}]
@@ -168,7 +173,6 @@ def command(
             raise MctfError("--format times models on the CPU, where fp8 is no faster: choose --precision fp32,int8")
         if calibration is not None and not quantized:
             raise MctfError("--calibration is for models in int8: add --precision fp32,int8")
-        both = ["fp32", *quantized]
         contenders = _exported(
             models,
             formats,
@@ -176,20 +180,17 @@ def command(
             given,
             weights=weights,
             image_size=image_size,
-            precisions=[each for each in both if precisions is None or each in precisions],
+            precisions=[each for each in ("fp32", *quantized) if precisions is None or each in precisions],
             calibration=calibration,
         )
         _bench_formats(contenders, batches, rounds=rounds, threads=threads, output=output, as_json=as_json)
         return
     quantized = quantized_precisions(precisions, dtype)
-    if calibration is not None:
-        raise MctfError("--calibration is for --format: speed does not depend on the images")
-    if quantized and training:
-        raise MctfError("a quantized model is not trained: leave out --training, or --precision")
-    if weights is not None:
-        raise MctfError("--weights is for the KL of --format: speed does not depend on weights")
+    if weights is not None or calibration is not None:
+        raise MctfError("--weights and --calibration are for --format: speed does not depend on weights or images")
 
-    from ..evaluation.benchmark import BenchmarkConfig, inconclusive, verdicts
+    from ..evaluation.benchmark import inconclusive, verdicts
+    from ..evaluation.contenders import BenchmarkConfig
     from ..evaluation.environment import command_line, commit, describe_device, pick_device, set_threads, versions
     from ..hosts import find_host
     from ..models.loading import create, create_empty

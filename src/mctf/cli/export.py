@@ -101,7 +101,7 @@ def command(
     The file is then run on images at batch 1 and at a larger one, and compared with the model in PyTorch. Two nearly
     equal tokens may be chosen in another order wherever rounding differs, also between float32 and float64 in PyTorch:
     such images are flipped. Where the file flips more images than that, or the median image differs by more than
-    rounding, the command fails and no file is left. In int8 the file may differ by four times what int8 in PyTorch does.
+    rounding, the command fails and no file is left. In int8 it may differ by four times what int8 in PyTorch does.
     """
     check_outputs(target, inputs=(data, weights, schedule, calibration))
 
@@ -120,7 +120,9 @@ def command(
     kind, _ = check_request(target, format_name)
     _, int8 = check_precision(precision, dtype)
     if int8 and "onnx" in kind.packages and calibration is None:
-        raise MctfError(f"{kind.name} in int8 needs images that show the ranges of activations: add --calibration IMAGES")
+        raise MctfError(
+            f"{kind.name} in int8 needs images that show the ranges of activations: add --calibration IMAGES"
+        )
     if calibration is not None and not (int8 and "onnx" in kind.packages):
         raise MctfError("--calibration is for ONNX and OpenVINO files in int8: leave it out, or add --precision int8")
     own = parse_options(pairs)

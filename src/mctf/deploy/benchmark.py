@@ -73,7 +73,9 @@ class Contender:
             return cls(label, format, model.eval(), metadata, weight_bytes(model))
         folder.mkdir(parents=True)
         if calibration is None:
-            calibration = generated_images(ExportMetadata.of(model, format=format, dtype="float32", batch=None).preprocessing)
+            calibration = generated_images(
+                ExportMetadata.of(model, format=format, dtype="float32", batch=None).preprocessing
+            )
         path = folder / f"model{find_format(format).suffix}"
         report = export(model, path, format, name=name, precision=precision, calibration=calibration)
         return cls(label, format, load_exported(report.path), report.metadata, report.bytes)

@@ -105,7 +105,9 @@ def export(
         if "onnx" not in kind.packages:
             quantize_torch(source)
         elif calibration is None:
-            raise MctfError(f"{kind.name} in int8 needs calibration images: pass calibration=, or add --calibration IMAGES")
+            raise MctfError(
+                f"{kind.name} in int8 needs calibration images: pass calibration=, or add --calibration IMAGES"
+            )
         else:
             finish = partial(quantize_onnx, layers=layers, images=calibration.to("cpu", torch.float32), batch=batch)
 
@@ -140,7 +142,9 @@ def check_precision(precision: str | None, dtype: str = DTYPES[0]) -> tuple[str,
     if precision is None:
         return dtype, False
     if precision == "fp8":
-        raise MctfError("exported files are never fp8, which is for PyTorch on a GPU (mctf.quantize): choose int8 or bf16")
+        raise MctfError(
+            "exported files are never fp8, which is for PyTorch on a GPU (mctf.quantize): choose int8 or bf16"
+        )
     named = {short: each for each, short in SHORT_NAMES.items()} | {"int8": DTYPES[0]}
     if precision not in named:
         hint = did_you_mean(precision, named) if isinstance(precision, str) else f"choose from {', '.join(named)}"

@@ -46,7 +46,7 @@ def quantize_onnx(path: Path, layers: Iterable[nn.Linear], images: Tensor, *, ba
     size = batch or _BATCH
     batches = iter([part for part in images.split(size) if len(part) == size] or [images[:1].expand(size, -1, -1, -1)])
 
-    class Reader(CalibrationDataReader):  # type: ignore[misc]
+    class Reader(CalibrationDataReader):
         """Calibration images, one batch at a time."""
 
         def get_next(self) -> dict[str, np.ndarray] | None:
@@ -79,7 +79,7 @@ def quantize_onnx(path: Path, layers: Iterable[nn.Linear], images: Tensor, *, ba
 
 
 def quantize_torch(model: nn.Module) -> nn.Module:
-    """The model in int8 without the weights that it no longer reads, in place: for a graph that is written to a file."""
+    """The model in int8 without the weights that it no longer reads, in place: for a graph in a file."""
     quantize(model, "int8")
     for module in model.modules():
         if isinstance(module, QuantizedLinear):

@@ -24,7 +24,8 @@ class ExportMetadata:
     version: of mctf. model: the architecture. output: "logits", or "embeddings" of a model without classifier.
     batch: the fixed batch size, None where it is free. dtype: of the weights; images and outputs are float32.
     method, r, schedule: None in an unfused model. schedule: one amount per block. token_counts: tokens after each
-    block. precision: of the linear layers of the blocks, "int8" or that of dtype. gflops, gflops_base: of this model and of the unfused one. class_names: empty where there are no classes.
+    block. gflops, gflops_base: of this model and of the unfused one. class_names: empty where there are no classes.
+    precision: of the linear layers of the blocks, "int8" or that of dtype.
     """
 
     version: str

@@ -216,7 +216,9 @@ def _note(row: Row, quantization: Quantization) -> str:
     """What quantizing a row costs, and what of it is quantized."""
     cost = f"{row.method} r={row.r}"
     if row.kl_added is not None:
-        cost += f": {row.precision} adds KL {row.kl_added:.4f}, and is at KL {row.kl_unquantized:.4f} from it unquantized"
+        cost += (
+            f": {row.precision} adds KL {row.kl_added:.4f}, and is at KL {row.kl_unquantized:.4f} from it unquantized"
+        )
     return f"{cost}; {quantization}"
 
 

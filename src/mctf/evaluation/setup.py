@@ -19,7 +19,6 @@ from ..errors import MctfError, is_out_of_memory
 from ..models.loading import load_model
 from .environment import command_line, describe_device, pick_device, set_threads, versions
 
-
 CALIBRATION_IMAGES = 128  # ranges of activations settle with far fewer; their KL is known to a tenth
 
 

@@ -52,7 +52,7 @@ def check_whole(name: str, module: nn.Module) -> None:
 def linear_slice(linear: nn.Module, h: Tensor, start: int, stop: int) -> Tensor:
     """Output channels start .. stop of a linear layer; the others are not computed where that is safe.
 
-    Anything but a bare nn.Linear or one that `mctf.quantize` made (adapters, parametrized layers, hooks) is called whole.
+    Anything but a bare nn.Linear or one of `mctf.quantize` (adapters, parametrized layers, hooks) is called whole.
     """
     if isinstance(linear, QuantizedLinear) and not has_hooks(linear):
         return linear.rows(h, start, stop)

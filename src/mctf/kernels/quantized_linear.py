@@ -3,8 +3,9 @@
     fp8   y = s_x s_w (q_x q_w^T) + b,  q = clamp(x / s) in float8_e4m3fn, s one number per layer, s_x fixed beforehand
     int8  y = s_x s_w (q_x q_w^T) + b,  q = round(x / s) in int8, s_w one number per channel, s_x per token as it comes
 
-fp8 runs by `torch._scaled_mm` on a GPU with such tensor cores, int8 by `torch._int_mm` on a CPU. Elsewhere the quantized
-numbers are multiplied in float32: the same result within rounding of sums, and no faster than the unquantized layer.
+fp8 runs by `torch._scaled_mm` on a GPU with such tensor cores, int8 by `torch._int_mm` on a CPU. Elsewhere the
+quantized numbers are multiplied in float32: the same result within rounding of sums, and no faster than the
+unquantized layer.
 
 Axes: T tokens of all images, K input channels, N output channels.
 """
@@ -152,8 +153,10 @@ def quantize_weight(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _is_native(kind: str, device: torch.device) -> bool:
-    """Whether the device multiplies these numbers itself. A model is asked when it is moved: a compiled one could not."""
+    """Whether the device multiplies these numbers itself. Found out when a model is moved: compiled code cannot ask."""
     if kind == "int8":
         return device.type == "cpu"
     # consumer and data center GPUs from Ada and Hopper on; ROCm has other float8 formats
-    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return (
+        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
