@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .hosts import register_host
     from .methods import methods, register_method
     from .planning import Plan, plan
+    from .quantization import Quantization, quantize, unquantize
     from .saving import load, save
     from .tracing import Trace, trace
 
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "MctfError",
     "Plan",
+    "Quantization",
     "Trace",
     "export",
     "fuse",
@@ -34,6 +36,7 @@ __all__ = [
     "load_exported",
     "methods",
     "plan",
+    "quantize",
     "register_host",
     "register_method",
     "save",
@@ -41,17 +44,20 @@ __all__ = [
     "set_r",
     "trace",
     "unfuse",
+    "unquantize",
 ]
 
 _HOMES = {
     "MctfError": "errors",
     "Plan": "planning",
+    "Quantization": "quantization",
     "Trace": "tracing",
     "export": "deploy.export",
     "fuse": "api",
     "load": "saving",
     "load_exported": "deploy.exported",
     "plan": "planning",
+    "quantize": "quantization",
     "register_host": "hosts",
     "register_method": "methods",
     "save": "saving",
@@ -59,6 +65,7 @@ _HOMES = {
     "set_r": "api",
     "trace": "tracing",
     "unfuse": "api",
+    "unquantize": "quantization",
 }
 
 
