@@ -116,9 +116,7 @@ class FileReader(ABC):
         files = self._files()
         if not files:
             raise MctfError(f"{path} is empty: expected images, or class folders with images in them")
-        self.names = sorted(
-            name for name in files if is_image_name(name)
-        )
+        self.names = sorted(name for name in files if is_image_name(name))
         if not self.names:
             raise MctfError(f"{path} holds no images: expected files ending in {', '.join(IMAGE_SUFFIXES)}")
         loose = [name for name in self.names if "/" not in name]

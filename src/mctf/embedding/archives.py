@@ -56,7 +56,7 @@ class Tar:
             try:
                 with tarfile.open(fileobj=file, mode="r:" if in_place else "r|*") as archive:
                     for member in iter(archive.next, None):
-                        archive.members = []  # else it keeps all that it has read
+                        archive.members = []  # type: ignore[attr-defined]  # else it keeps all that it has read
                         name = member.name.removeprefix("./")
                         if not member.isreg() or not is_image_name(name):
                             continue
@@ -81,7 +81,10 @@ class Tar:
     def read(self, place: Any, limits: ReadLimits) -> bytes:
         if isinstance(place, TooLarge):
             return place.content(limits)
-        return place if isinstance(place, bytes) else read_span(self.name, *place, limits)
+        if isinstance(place, bytes):
+            return place
+        offset, size = place
+        return read_span(self.name, offset, size, limits)
 
     def fingerprint(self) -> str:
         return f"{os.path.basename(self.name)} {self.size}"

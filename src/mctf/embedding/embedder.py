@@ -110,7 +110,7 @@ class Embedder:
         self.model = model
         self.weights = None if weights is None else Path(weights)
         self.random_weights = random_weights
-        self.fusion = {
+        self.fusion: dict[str, Any] = {
             "method": method,
             "r": r,
             "flops": flops,
@@ -240,11 +240,16 @@ class Embedder:
         read = VectorReader(
             model, kind, protected_tokens(model), self.normalize, VECTOR_DTYPES[self.vector_dtype], self.top_k
         )
-        mean, std = (torch.tensor(each, device=device).view(3, 1, 1) for each in (preprocessing.mean, preprocessing.std))
-        run = partial(_normalized, read, mean, std, dtype)
+        mean, std = (
+            torch.tensor(each, device=device).view(3, 1, 1) for each in (preprocessing.mean, preprocessing.std)
+        )
+        run: Any = partial(_normalized, read, mean, std, dtype)
         if self.compile:
             run = torch.compile(run, dynamic=False, mode="reduce-overhead" if device.type == "cuda" else None)
-        facts |= {"vector": kind if kind != "auto" else "auto", "dimension": _dimension(read, preprocessing, device, dtype)}
+        facts |= {
+            "vector": kind if kind != "auto" else "auto",
+            "dimension": _dimension(read, preprocessing, device, dtype),
+        }
         return Loaded(model, run, preprocessing, device, dtype, weights, facts, mean, std)
 
     def _load_model(self) -> Any:
@@ -260,9 +265,7 @@ class Embedder:
         return loaded
 
 
-def _normalized(
-    read: VectorReader, mean: Tensor, std: Tensor, dtype: torch.dtype, pixels: Tensor
-) -> Outputs:
+def _normalized(read: VectorReader, mean: Tensor, std: Tensor, dtype: torch.dtype, pixels: Tensor) -> Outputs:
     """What `read` gives for images of 8 bits: scaled and normalized in float32, as the transforms on the CPU do."""
     return read(pixels.float().div(255).sub(mean).div(std).to(dtype))
 

@@ -8,7 +8,8 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ class EmbedJob:
             strangers = [name for name in os.listdir(self.output) if not name.startswith(".")]
             if strangers:
                 raise MctfError(
-                    f"{self.output} holds {shown(strangers[0], 60)} and no {MANIFEST}: name an empty folder with --output"
+                    f"{self.output} holds {shown(strangers[0], 60)} and no {MANIFEST}: name an empty --output"
                 )
             facts = self.embedder.loaded.facts
             manifest = {
@@ -132,7 +133,7 @@ class EmbedJob:
         layout.sweep(sorted(finished))
         return [number for number in numbers if number not in finished]
 
-    def run(self, numbers: Sequence[int], tick: Tick = lambda images, text: None) -> Iterator[ShardReport]:
+    def run(self, numbers: Sequence[int], tick: Tick = lambda images, text: None) -> Generator[ShardReport]:
         """Embed these shards in order, and yield a report as soon as each is finished."""
         run = _Run(self, numbers)
         try:
@@ -187,7 +188,7 @@ class EmbedJob:
                 file.write((json.dumps(manifest, indent=2) + "\n").encode())
         except OSError as failure:
             raise MctfError(
-                f"{self.output / MANIFEST} cannot be written ({failure.strerror}): make room, or choose another --output"
+                f"{self.output / MANIFEST} cannot be written ({failure.strerror}): make room, or name another --output"
             ) from None
 
     def _manifest_lock(self) -> Any:
@@ -217,10 +218,8 @@ class _waiting_lock:  # noqa: N801  # a context manager, as `lock_folder`
 
     def __exit__(self, *exception: Any) -> None:
         self._lock.__exit__(*exception)
-        try:
+        with suppress(OSError):
             self.folder.rmdir()
-        except OSError:
-            pass
 
 
 class _Mark:

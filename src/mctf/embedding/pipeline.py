@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,7 +180,7 @@ class Pipeline:
             clock.model += time.perf_counter() - start
             return EmbeddedBatch(batch.keys, batch.paths, tuple(each.numpy() for each in host), batch.failures)
 
-        staged = in_background(self._staged(batches, device), ahead=_AHEAD)
+        staged = Background(self._staged(batches, device), _AHEAD)
         try:
             while True:
                 start = time.perf_counter()
@@ -235,7 +234,10 @@ class Pipeline:
         self, batch: LoadedBatch, pixels: Tensor | None, decoder: GpuDecoder
     ) -> tuple[LoadedBatch, Tensor | None]:
         """All images of a batch in their order; those that the GPU refuses become failures."""
-        images = [None] * len(batch.keys) if pixels is None else _scattered(pixels, batch.rows, len(batch.keys))
+        images: list[Tensor | None] = [None] * len(batch.keys)
+        if pixels is not None:
+            for row, pixel in zip(batch.rows, pixels, strict=True):
+                images[row] = pixel
         failures = list(batch.failures)
         for row, image in zip(batch.encoded_rows, decoder(batch.encoded), strict=True):
             images[row] = image if isinstance(image, Tensor) else None
@@ -248,17 +250,6 @@ class Pipeline:
         whole = torch.stack([images[row] for row in kept]) if kept else None  # type: ignore[misc]
         keys, paths = [batch.keys[row] for row in kept], [batch.paths[row] for row in kept]
         return batch._replace(keys=keys, paths=paths, failures=failures), whole
-
-
-def _scattered(pixels: Tensor, rows: Sequence[int], count: int) -> list[Tensor | None]:
-    images: list[Tensor | None] = [None] * count
-    for row, image in zip(rows, pixels, strict=True):
-        images[row] = image
-    return images
-
-
-def in_background(items: Iterator[T], *, ahead: int) -> "Background[T]":
-    return Background(items, ahead)
 
 
 class Background(Iterator[T]):
@@ -306,8 +297,3 @@ class Background(Iterator[T]):
         """End the thread, wherever it is."""
         self._stopped.set()
         self._thread.join(10)
-
-
-def as_numpy(arrays: Sequence[Arrays]) -> Arrays:
-    """Arrays of several batches as one."""
-    return tuple(np.concatenate(parts) for parts in zip(*arrays, strict=True))

@@ -50,9 +50,12 @@ class Part(Protocol):
     one in any order.
     """
 
-    name: str
-    count: int | None
-    indexed: bool
+    @property
+    def name(self) -> str: ...
+    @property
+    def count(self) -> int | None: ...
+    @property
+    def indexed(self) -> bool: ...
 
     def items(self, start: int, stop: int | None) -> Iterator[tuple[str, str, Any]]:
         """Key, path and place of every image in order, without reading more than needed."""

@@ -267,7 +267,7 @@ class ShardWriter:
             temporary.write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
             files[temporary] = self.layout.stats(self.number).name
             self.layout.stats(self.number).unlink(missing_ok=True)  # of files that were changed since
-            for temporary, name in files.items():
+            for temporary in files:
                 _sync(temporary)
             for temporary, name in files.items():
                 target = output / name

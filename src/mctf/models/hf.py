@@ -57,9 +57,7 @@ def create_hf(
             find_host(model)  # raises MctfError with the reason where the model cannot be fused
             if pretrained:
                 check_values(model, name)
-            images = ImageModel.of(
-                model, preprocessing, image_size=image_size, keep_projection=keep_projection
-            ).eval()
+            images = ImageModel.of(model, preprocessing, image_size=image_size, keep_projection=keep_projection).eval()
             if stashed_layers(model):  # they belong to the model that is fused
                 stash_layers(images, stashed_layers(model))
             return images
