@@ -72,7 +72,8 @@ def _cluster_few(
     # reduced precision: rounding a distance, at most 4, to float16 adds less than the tokens' own rounding
     distances = x.new_empty((batch, n, pitch), dtype=torch.float32 if is_float32 else torch.float16)
     best = x.new_empty((batch, n), dtype=torch.float32)
-    partner, scratch = (x.new_empty((batch, n), dtype=torch.int32) for _ in range(2))
+    width = MAX_ONE_PROGRAM if is_symbolic(n) else max(16, next_power_of_2(n))
+    partner, scratch = (x.new_empty((batch, size), dtype=torch.int32) for size in (n, width))
     launchable(partners_kernel)[(ceil_div(n, tile.rows), batch)](
         x, _row_norms(x), weights, distances, best, partner, tokens, channels, n, pitch, protected, *x.stride()[:2],
         ROWS=tile.rows, COLUMNS=tile.columns, CHUNK=tile.channels, PRECISION="tf32x3" if is_float32 else "tf32",
@@ -81,8 +82,7 @@ def _cluster_few(
     joining = MAX_JOINING if is_symbolic(r) else max(16, next_power_of_2(ceil_div(r, rounds)))
     launchable(rounds_kernel)[(batch,)](
         distances, weights, best, partner, scratch, slots, order, start, tokens, n, pitch, r, rounds, protected,
-        N=MAX_ONE_PROGRAM if is_symbolic(n) else max(16, next_power_of_2(n)),
-        K=joining, HOPS=joining.bit_length() - 1, ROWS=SEARCHED, PROTECTED=MAX_PROTECTED,
+        N=width, K=joining, HOPS=joining.bit_length() - 1, ROWS=SEARCHED, PROTECTED=MAX_PROTECTED,
         num_warps=4 if joining == 16 else 8,
     )  # fmt: skip
 
