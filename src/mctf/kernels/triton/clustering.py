@@ -75,14 +75,14 @@ def rounds_kernel(
     """slots (B N); order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`.
 
     The tokens that stay have slots in their old order, the others the slot of the token that they joined.
-    distances (B n pitch), best and partner (B n): of `partners_kernel`, overwritten. scratch: B N.
+    distances (B n pitch), best and partner (B n): of `partners_kernel`, overwritten. scratch: B n.
     N, K: powers of two, at least n and the tokens that join in one round.
     """
     image = tl.program_id(0).to(tl.int64)
     distances += image * n * pitch
     best += image * n
     partner += image * n
-    scratch += image * N
+    scratch += image * n
     token = tl.arange(0, N)
     valid = token < n
     member = tl.arange(0, K)
@@ -94,10 +94,9 @@ def rounds_kernel(
         k = (r + rounds - 1 - number) // rounds  # r in equal parts, the remainder in the first rounds
 
         # 1. the k cheapest tokens: costs, which are not negative, are ordered as their bits are
-        rank, _ = _rank(cost.to(tl.int32, bitcast=True), token, scratch, N)
-        joins = rank < k
-        tl.store(scratch + rank, token, mask=joins)
-        tl.debug_barrier()
+        key = (cost.to(tl.int32, bitcast=True).to(tl.int64) << 32) + token
+        ordered = tl.sort(key)
+        joins = (key <= tl.sum(tl.where(token == k - 1, ordered, 0), 0)) & (k > 0)
 
         # 2. a partner may join another: the last of the chain is where its members end
         parent = tl.where(joins, mate, token)
@@ -108,7 +107,7 @@ def rounds_kernel(
         if number + 1 < rounds:
             # 3. weights
             is_member = member < k
-            j = tl.load(scratch + member, mask=is_member, other=0)
+            j = tl.gather((ordered & 0xFFFF).to(tl.int32), member, 0)
             target = tl.gather(parent, j, 0)
             w_j = tl.where(is_member, tl.gather(w, j, 0), 0.0)
             w_t = tl.where(is_member, tl.gather(w, target, 0), 0.0)
@@ -175,34 +174,15 @@ def rounds_kernel(
     order += image * tokens
     start += image * (tokens - r + 1)
     tl.store(slots + protected + token, slot.to(tl.int64), mask=valid)
-    place, equal = _rank(tl.where(valid, slot, 1 << 30), token, scratch, N)
-    tl.store(order + protected + place, protected + token, mask=valid)
-    tl.store(start + slot, protected + place, mask=valid & (equal == 0))
+    by_slot = tl.sort(tl.where(valid, slot * N + token, 1 << 30))
+    tl.store(order + protected + token, protected + by_slot % N, mask=valid)
+    before = tl.gather(by_slot, tl.maximum(token - 1, 0), 0) // N
+    tl.store(start + by_slot // N, protected + token, mask=valid & ((by_slot // N != before) | (token == 0)))
     leading = tl.arange(0, PROTECTED)
     tl.store(slots + leading, leading.to(tl.int64), mask=leading < protected)
     tl.store(order + leading, leading, mask=leading < protected)
     tl.store(start + leading, leading, mask=leading < protected)
     tl.store(start + tokens - r, tokens)
-
-
-@triton.jit
-def _rank(key, token, scratch, N: tl.constexpr):
-    """How many of the N keys are smaller, equal ones of earlier tokens included, and how many of these are equal.
-
-    Counting takes fewer exchanges between threads than sorting. scratch: N numbers; free again on return.
-    """
-    tl.store(scratch + token, key)
-    tl.debug_barrier()
-    smaller = tl.zeros([N], tl.int32)
-    equal = tl.zeros([N], tl.int32)
-    for first in tl.static_range(0, N, 16):
-        index = first + tl.arange(0, 16)
-        other = tl.load(scratch + index)
-        same = (other[None, :] == key[:, None]) & (index[None, :] < token[:, None])
-        smaller += tl.sum((other[None, :] < key[:, None]).to(tl.int32), 1)
-        equal += tl.sum(same.to(tl.int32), 1)
-    tl.debug_barrier()  # all threads have loaded
-    return smaller + equal, equal
 
 
 @triton.jit
