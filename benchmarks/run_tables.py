@@ -37,6 +37,9 @@ TABLES = {
     "h200_deit_small_fast_batch1": "deit_small_patch16_224 -r fast -m mctf_exact --batch 1 --mode reduce-overhead",
     "h200_deit_small_fast_batch8": "deit_small_patch16_224 -r fast -m mctf_exact --batch 8 --mode reduce-overhead",
     "h200_deit_small_fast_batch64": "deit_small_patch16_224 -r fast -m mctf_exact --batch 64 --mode reduce-overhead",
+    "h200_vit_large_fp8": "vit_large_patch16_224 --flops 0.56 -m ward,mctf_exact --batch 128 --precision bf16,fp8",
+    "h200_vit_huge_fp8": "vit_huge_patch14_224 --flops 0.56 -m ward,mctf_exact --batch 128 --precision bf16,fp8",
+    "h200_deit_base_fp8": "deit_base_patch16_224 --flops 0.56 -m ward,mctf_exact --batch 128 --precision bf16,fp8",
     "h200_vit_small_1024_batch4": "vit_small_patch16_224 --image-size 1024 -r 0.1 -m mctf_exact --batch 4",
     "h200_vit_small_1024_fast_batch4": "vit_small_patch16_224 --image-size 1024 -r fast -m mctf_exact --batch 4",
 }
