@@ -73,7 +73,7 @@ def check_model(name: str, *, fused: bool) -> None:
 
 
 def list_kernels() -> None:
-    """Kernels of one compiled pass: expected are the norm with the first quantizing, two products, GELU with the second."""
+    """Kernels of a compiled pass: expected are the norm with one quantizing, two products, GELU with the other."""
 
     class MLP(nn.Module):
         def __init__(self) -> None:

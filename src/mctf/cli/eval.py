@@ -118,7 +118,7 @@ def command(
     if is_exported(options["model"]):
         if any((methods, reductions, budgets, schedules, blocks, pairs, precisions, calibration)):
             raise MctfError(
-                f"{options['model']} is exported as it is: leave out -r, --method, --precision and the like"
+                f"{options['model']} is exported as it is fused: leave out -r, --method, --precision and the like"
             )
         _evaluate_file(options, output=output, as_json=as_json)
         return
