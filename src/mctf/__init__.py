@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .api import fuse, set_r, unfuse
     from .deploy.export import export
     from .deploy.exported import load_exported
+    from .embedding.embedder import Embedder
     from .errors import MctfError
     from .hosts import register_host
     from .methods import methods, register_method
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Embedder",
     "MctfError",
     "Plan",
     "Quantization",
@@ -40,6 +42,7 @@ __all__ = [
     "register_host",
     "register_method",
     "save",
+    "schedules",
     "set_r",
     "trace",
     "unfuse",
@@ -47,6 +50,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Embedder": "embedding.embedder",
     "MctfError": "errors",
     "Plan": "planning",
     "Quantization": "quantization",
@@ -60,6 +64,7 @@ _HOMES = {
     "register_host": "hosts",
     "register_method": "methods",
     "save": "saving",
+    "schedules": "schedule_file",
     "set_r": "api",
     "trace": "tracing",
     "unfuse": "api",

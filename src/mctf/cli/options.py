@@ -131,7 +131,9 @@ budgets_option: Decorator = click.option(
     "--flops", "budgets", type=BUDGETS, help="In place of -r: shares of the unfused model's FLOPs to keep: 0.56,0.67."
 )
 schedule_option: Decorator = click.option(
-    "--schedule", type=FILE, help="In place of -r and --method: a schedule that mctf tune wrote."
+    "--schedule",
+    type=FILE,
+    help="In place of -r and --method: a schedule that mctf tune wrote, or the name of one in mctf.",
 )
 method_option: Decorator = click.option("--method", "-m", help="Token-reduction method; mctf by default.")
 options_option: Decorator = click.option(
