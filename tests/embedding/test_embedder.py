@@ -15,7 +15,7 @@ from mctf.data import Preprocessing
 from mctf.embedding.check import recall
 
 PICTURES = [make_picture(seed) for seed in range(5)]
-SETTINGS = {"random_weights": True, "image_size": (32, 32), "batch_size": 4}
+SETTINGS = {"random_weights": True, "image_size": (64, 64), "batch_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_the_mean_of_a_fused_model_is_that_of_every_patch() -> None:
     model, transform = embed.loaded.model, embed.loaded.preprocessing.transform()
     with torch.inference_mode():
         tokens = model.forward_features(torch.stack([transform(picture) for picture in PICTURES[:4]]))
-    assert tokens.shape[1] == 1 + (32 // 16) ** 2
+    assert tokens.shape[1] == 1 + (64 // 16) ** 2
     assert np.array_equal(embed(PICTURES[:4]), tokens[:, 1:].mean(dim=1).numpy())
 
 
