@@ -93,6 +93,7 @@ def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
+@pytest.mark.slow
 def test_parquet_is_read_by_pyarrow_and_duckdb(run: Run, tmp_path: Path, expected: np.ndarray) -> None:
     pytest.importorskip("duckdb", exc_type=ImportError)
     assert run()[0] == 0
@@ -151,6 +152,20 @@ def test_parts_make_the_whole(run: Run, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/manifest.json").read_text())["counts"]["images"] == COUNT
 
 
+def test_ranks_of_torchrun_share_the_shards(run: Run, images: Path, tmp_path: Path) -> None:
+    words = ["embed", *MODEL, "--data", images, "--output", tmp_path / "out", "--shard-size", 8]
+    ranks = [
+        Forked(words, log=tmp_path / f"log{rank}", environment={"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"
+    ]
+    assert [rank.code() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
+    assert run(output=tmp_path / "whole")[0] == 0
+    ours, theirs = (snapshot(tmp_path / name) for name in ("out", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name][0] == theirs[name][0] for name in ours if name.endswith(".parquet"))
+    assert ranks[1].output() == ""
+
+
 def test_another_setting_is_refused(run: Run, images: Path, tmp_path: Path) -> None:
     assert run()[0] == 0
     before = snapshot(tmp_path / "out")
@@ -192,6 +207,7 @@ def test_unreadable_images_are_listed_or_stop_the_run(run: Run, images: Path, tm
     assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["manifest.json"]
 
 
+@pytest.mark.slow
 def test_tar_and_parquet_give_the_same_vectors(run: Run, images: Path, tmp_path: Path, expected: np.ndarray) -> None:
     python(WRITE_PARQUET, images, tmp_path / "a.parquet", images.parent / "paths.parquet")
     with tarfile.open(tmp_path / "a.tar", "w") as archive:

@@ -181,7 +181,8 @@ class EmbedJob:
             old, new = shown(old, 60), shown(new, 60)
         others = f"; {', '.join(different[1:4])} differ, too" if different[1:] else ""
         raise MctfError(
-            f"{self.output} holds vectors of another run, which differs in {what or name}: {old} there, {new} here{others}: {_CURE}"
+            f"{self.output} holds vectors of another run, which differs in {what or name}: {old} there, {new} here"
+            f"{others}: {_CURE}"
         )
 
     def _write_manifest(self, folder: Path, manifest: dict[str, Any]) -> None:
