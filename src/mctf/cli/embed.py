@@ -66,7 +66,7 @@ Examples:
 @click.option("--check", "count", type=click.IntRange(2, 100_000), help="Compare on this many images; write nothing.")
 @click.option("-r", "r", type=REDUCTION, help="Tokens to fuse per block: 16, 0.35 or fast; 0 for the unfused model.")
 @flops_option
-@click.option("--schedule", type=FILE, help="In place of -r and --method: a schedule that mctf tune wrote.")
+@click.option("--schedule", type=FILE, help="In place of -r and --method: a file of mctf tune, or a name in mctf.")
 @click.option("--method", "-m", help="Token-reduction method; ward by default, the closest to the unfused model.")
 @options_option
 @blocks_option

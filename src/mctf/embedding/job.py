@@ -173,13 +173,16 @@ class EmbedJob:
             key = next(each for each in settings[name] if settings[name][each] != before[name].get(each))
             what, old, new = f"the preprocessing ({key})", before[name].get(key), settings[name][key]
         elif name == "source":
-            old, new = (f"{count} listed" for count in (manifest.get("images_listed"), self.source.count))
+            old, new = (_listed(count) for count in (manifest.get("images_listed"), self.source.count))
+            new = "other names" if old == new else new
         else:
             old, new = before.get(name), settings[name]
+        if name != "source":
+            old, new = shown(old, 60), shown(new, 60)
         others = f"; {', '.join(different[1:4])} differ, too" if different[1:] else ""
         raise MctfError(
-            f"{self.output} holds vectors of another run, which differs in {what or name}: {shown(old, 60)} there, "
-            f"{shown(new, 60)} here{others}: {_CURE}"
+            f"{self.output} holds vectors of another run, which differs in {what or name}: {old} there, {new} here"
+            f"{others}: {_CURE}"
         )
 
     def _write_manifest(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -322,6 +325,10 @@ class _Run:
             setattr(self.clock, name, 0.0)
         self.began = time.perf_counter()
         return ShardReport.of(stats)
+
+
+def _listed(count: object) -> str:
+    return "files of unknown length" if count is None else f"{count} listed"
 
 
 def portion(count: int, *, part: int, parts: int) -> list[int]:

@@ -4,7 +4,6 @@ Each worker is an actor that loads the model once and embeds one shard at a time
 machines share.
 """
 
-import os
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -18,15 +17,16 @@ _RESTARTS = 100  # of one worker: a machine that is lost costs one, a model that
 class _Worker:
     """One process of the cluster."""
 
-    def __init__(self, job: EmbedJob) -> None:
-        self.job = job
+    def __init__(self, job: list[Any]) -> None:
+        """job: a reference to it in a list. As an argument by itself, a worker that restarts might not find it."""
+        import ray
+
+        self.job: EmbedJob = ray.get(job[0])
 
     def embed(self, number: int) -> ShardReport | None:
         """Embed one shard; None where another run has finished it meanwhile."""
-        return next(iter(list(self.job.run(self.job.pending([number])))), None)
-
-    def process(self) -> int:
-        return os.getpid()
+        reports = list(self.job.run(self.job.pending([number])))
+        return reports[0] if reports else None
 
 
 def run_on_ray(
@@ -38,7 +38,6 @@ def run_on_ray(
     where there are no GPUs.
     """
     ray = optional_import("ray", extra="ray", purpose="jobs on a cluster")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="error")
     except Exception as failure:  # ConnectionError, ValueError and RuntimeError, by version
@@ -67,7 +66,7 @@ def _run(ray: Any, job: EmbedJob, numbers: list[int], actors: int | None) -> Gen
     kind = ray.remote(max_restarts=_RESTARTS, max_task_retries=_RESTARTS, **options)(_Worker)
     threads = job.embedder.threads if use_gpu else job.embedder.threads or 1
     shared = ray.put(for_worker(job, threads=threads))
-    workers = [kind.remote(shared) for _ in range(count)]
+    workers = [kind.remote([shared]) for _ in range(count)]
     waiting = list(reversed(numbers))
     running = {workers[place].embed.remote(waiting.pop()): place for place in range(count)}
     while running:

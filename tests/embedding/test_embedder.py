@@ -1,0 +1,178 @@
+"""`mctf.Embedder`: the model's own vectors, whatever holds the images and wherever it was pickled."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import mctf
+from helpers.images import encode, make_picture
+from mctf import Embedder, MctfError
+from mctf.data import Preprocessing
+from mctf.embedding.check import recall
+
+PICTURES = [make_picture(seed) for seed in range(5)]
+SETTINGS = {"random_weights": True, "image_size": (64, 64), "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def embed() -> Embedder:
+    return Embedder("test_vit", r=4, method="mctf", **SETTINGS)
+
+
+def test_vectors_are_those_of_the_model() -> None:
+    embed = Embedder("test_vit", r=0, **SETTINGS)
+    model = embed.loaded.model
+    transform = Preprocessing.of(model).transform()
+    images = torch.stack([transform(picture) for picture in PICTURES[:4]])
+    with torch.inference_mode():
+        tokens = model.forward_features(images)
+        expected = {
+            "class": tokens[:, 0],
+            "mean": tokens[:, 1:].mean(dim=1),
+            "auto": model.forward_head(tokens, pre_logits=True),
+            "logits": model.forward_head(tokens),
+        }
+    for vector, values in expected.items():
+        given = Embedder("test_vit", r=0, vector=vector, **SETTINGS)(PICTURES[:4])
+        assert np.array_equal(given, values.numpy()), vector
+
+
+def test_the_mean_of_a_fused_model_is_that_of_every_patch() -> None:
+    embed = Embedder("test_vit", r=4, method="mctf", vector="mean", **SETTINGS)
+    model, transform = embed.loaded.model, embed.loaded.preprocessing.transform()
+    with torch.inference_mode():
+        tokens = model.forward_features(torch.stack([transform(picture) for picture in PICTURES[:4]]))
+    assert tokens.shape[1] == 1 + (64 // 16) ** 2
+    assert np.array_equal(embed(PICTURES[:4]), tokens[:, 1:].mean(dim=1).numpy())
+
+
+def test_images_in_any_form(embed: Embedder, tmp_path: Path) -> None:
+    expected = embed(PICTURES)
+    assert expected.shape == (5, 64)
+    contents = [encode(picture) for picture in PICTURES]
+    paths = [tmp_path / f"{number}.png" for number in range(5)]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    arrays = np.stack([np.asarray(picture) for picture in PICTURES])
+    for images in (contents, paths, list(map(str, paths)), list(arrays), arrays):
+        assert np.array_equal(embed(images), expected)
+    assert embed([]).shape == (0, 64)
+
+
+def test_a_batch_of_columns(embed: Embedder) -> None:
+    given = embed({"bytes": np.array([encode(picture) for picture in PICTURES], dtype=object), "id": np.arange(5)})
+    assert given.keys() == {"id", "embedding"}
+    assert np.array_equal(given["embedding"], embed(PICTURES))
+    assert np.array_equal(embed({"image": np.stack(PICTURES)})["embedding"], embed(PICTURES))
+
+
+def test_pickled_by_name(embed: Embedder) -> None:
+    expected = embed(PICTURES)
+    content = pickle.dumps(embed)
+    assert len(content) < 2000
+    assert np.array_equal(pickle.loads(content)(PICTURES), expected)
+
+
+def test_normalized_and_in_half_precision() -> None:
+    vectors = Embedder("test_vit", r=4, normalize=True, vector_dtype="fp16", **SETTINGS)(PICTURES)
+    assert vectors.dtype == np.float16
+    assert np.allclose(np.linalg.norm(vectors.astype(np.float32), axis=1), 1, atol=2e-3)
+
+
+def test_top_classes() -> None:
+    settings = SETTINGS | {"top_k": 3, "r": 0}
+    given = Embedder("test_vit", **settings)({"image": PICTURES})
+    logits = torch.from_numpy(Embedder("test_vit", **settings, vector="logits")(PICTURES))
+    chosen = logits.softmax(dim=1).gather(1, torch.from_numpy(given["top_classes"]))
+    assert torch.equal(chosen, torch.from_numpy(given["top_probabilities"]))
+
+
+def test_an_unreadable_image_is_refused_or_a_row_of_nan(embed: Embedder) -> None:
+    with pytest.raises(MctfError, match="image 1 is not a readable image"):
+        embed([PICTURES[0], b"nothing"])
+    skipping = Embedder("test_vit", r=4, method="mctf", on_corrupt="skip", **SETTINGS)
+    vectors = skipping([PICTURES[0], b"nothing"])
+    assert np.isnan(vectors[1]).all()
+    assert np.isfinite(vectors[0]).all()
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_projections_of_transformers(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    vision = {**sizes, "image_size": 32, "patch_size": 8}
+    text = {**sizes, "vocab_size": 50, "max_position_embeddings": 8}
+    more = {"projection_dim": 24} if kind == "CLIP" else {}
+    config = getattr(transformers, f"{kind}Config")(vision_config=vision, text_config=text, **more)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    model.save_pretrained(tmp_path)
+    embed = Embedder(f"hf:{tmp_path}", r=0, vector="projection", batch_size=5)
+    transform = embed.loaded.preprocessing.transform()
+    with torch.inference_mode():
+        features = model.get_image_features(pixel_values=torch.stack([transform(picture) for picture in PICTURES]))
+    features = getattr(features, "pooler_output", features)
+    assert torch.equal(torch.from_numpy(embed(PICTURES)), features)
+    assert Embedder(f"hf:{tmp_path}", r=4, vector="mean")(PICTURES).shape == (5, 32)
+    assert Embedder(f"hf:{tmp_path}", r=4)(PICTURES).shape == features.shape
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"vector": "attention"}, "has no attention pooling"),
+        ({"vector": "projection"}, "has no projection"),
+        ({"vector": "nonsense"}, "vector"),
+        ({"top_k": 5000}, "--top-k 5000 needs"),
+        ({"r": 4, "flops": 0.5}, "give one of them"),
+        ({"method": "no_such"}, "no_such"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"device": "nonsense"}, "nonsense"),
+        ({"method": "ats", "compile": True}, "leave out compile"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(MctfError, match=says):
+        Embedder("test_vit", **SETTINGS, **options)(PICTURES)
+
+
+def test_one_image_belongs_into_a_list(embed: Embedder) -> None:
+    with pytest.raises(MctfError, match="put the image into a list"):
+        embed(PICTURES[0])
+    with pytest.raises(MctfError, match="expected height x width x 3"):
+        embed([np.zeros((4, 4))])
+    with pytest.raises(MctfError, match="the batch has the columns x"):
+        embed({"x": PICTURES})
+
+
+def test_a_model_is_used_as_it_is() -> None:
+    model = timm.create_model("test_vit").eval()
+    mctf.fuse(model, "tome", r=4)
+    assert Embedder(model).loaded.facts["method"] == "tome"
+
+
+def test_recall_counts_neighbors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    unfused = torch.nn.functional.normalize(torch.randn(30, 8, generator=generator, dtype=torch.float64), dim=1)
+    noise = torch.randn(30, 8, generator=generator, dtype=torch.float64)
+    fused = torch.nn.functional.normalize(unfused + 0.3 * noise, dim=1)
+
+    def nearest(query: torch.Tensor, base: torch.Tensor, index: int, k: int, *, itself: bool) -> set[int]:
+        order = (base @ query).argsort(descending=True).tolist()
+        return set([number for number in order if itself or number != index][:k])
+
+    for k, result in recall(fused, unfused, [1, 10]).items():
+        expected = {"among_others": 0, "with_query": 0, "mixed": 0}
+        for index in range(30):
+            truth = nearest(unfused[index], unfused, index, k, itself=False)
+            expected["among_others"] += len(truth & nearest(fused[index], fused, index, k, itself=False))
+            expected["mixed"] += len(truth & nearest(fused[index], unfused, index, k, itself=False))
+            with_itself = nearest(unfused[index], unfused, index, k, itself=True)
+            expected["with_query"] += len(with_itself & nearest(fused[index], fused, index, k, itself=True))
+        for name, count in expected.items():
+            assert getattr(result, name) == pytest.approx(count / (30 * k)), (k, name)
+    assert recall(unfused, unfused, [1, 10])[10].among_others == 1

@@ -1,0 +1,281 @@
+"""`mctf embed` as a command: files that other libraries read, what it refuses, what it leaves out and completes.
+
+Commands run in processes of their own, since pyarrow and torch do not end well together in a test process.
+"""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mctf
+from helpers.command_line import Command
+from helpers.forked import Forked
+from helpers.images import encode, make_picture
+
+COUNT = 20
+MODEL = ["test_vit", "--random-weights", "--image-size", 32, "--device", "cpu", "--batch-size", 8]
+READ = """
+import glob, json, sys
+import duckdb, numpy, pyarrow.parquet as pq
+folder, vectors = sys.argv[1], numpy.load(sys.argv[2])
+table = pq.read_table(sorted(glob.glob(f"{folder}/*.parquet")))
+rows = duckdb.sql(f"select key, path, embedding from '{folder}/*.parquet' order by key").fetchall()
+order = numpy.argsort(table["key"].to_pylist())
+arrow = numpy.stack(table["embedding"].to_numpy())[order]
+duck = numpy.array([row[2] for row in rows], dtype=numpy.float32)
+keys = [row[0] for row in rows]
+print(json.dumps([keys, str(table.schema.field("embedding").type), bool((arrow == vectors).all()),
+    bool((duck == vectors).all())]))
+"""
+WRITE_PARQUET = """
+import sys, pathlib, pyarrow, pyarrow.parquet
+folder = pathlib.Path(sys.argv[1])
+contents = [path.read_bytes() for path in sorted(folder.glob("*.png"))]
+names = [path.name for path in sorted(folder.glob("*.png"))]
+table = pyarrow.table({"jpg": contents, "name": names, "number": list(range(len(names)))})
+pyarrow.parquet.write_table(table, sys.argv[2], row_group_size=7)
+paths = pyarrow.table({"path": [f"images/{name}" for name in names]})
+pyarrow.parquet.write_table(paths, sys.argv[3])
+"""
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "images"
+    folder.mkdir()
+    for seed in range(COUNT):
+        (folder / f"{seed:02}.png").write_bytes(encode(make_picture(seed)))
+    return folder
+
+
+@pytest.fixture
+def run(images: Path, tmp_path: Path) -> Run:
+    """The command with these images, or other --data; its exit code and output."""
+
+    def call(*more: object, data: object = images, output: object = tmp_path / "out") -> tuple[int, str]:
+        words = ["embed", *MODEL, "--data", data, "--output", output, "--shard-size", 8, *more]
+        started = Forked(words, log=tmp_path / "log")
+        code = started.code()
+        text = started.output()
+        (tmp_path / "log").unlink()
+        return code, text
+
+    return call
+
+
+def python(script: str, *arguments: object) -> str:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def expected(images: Path) -> np.ndarray:
+    settings = {"random_weights": True, "image_size": (32, 32), "device": "cpu", "batch_size": 8}
+    embed = mctf.Embedder("test_vit", **settings)
+    paths = sorted(images.glob("*.png"))
+    # a job cuts its batches in every shard from its first image on, and pads the last one
+    parts = [embed(paths[start : start + 8]) for start in range(0, 16, 8)]
+    return np.concatenate([*parts, embed([*paths[16:], *[paths[0]] * 4])[:4]])
+
+
+def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.mark.slow
+def test_parquet_is_read_by_pyarrow_and_duckdb(run: Run, tmp_path: Path, expected: np.ndarray) -> None:
+    pytest.importorskip("duckdb", exc_type=ImportError)
+    assert run()[0] == 0
+    np.save(tmp_path / "expected.npy", expected)
+    keys, kind, arrow, duck = json.loads(python(READ, tmp_path / "out", tmp_path / "expected.npy"))
+    assert keys == [f"{seed:02}.png" for seed in range(COUNT)]
+    assert kind.endswith("[64]")
+    assert arrow
+    assert duck
+
+
+def test_npy_has_the_layout_of_clip_retrieval(run: Run, tmp_path: Path, expected: np.ndarray) -> None:
+    assert run("--format", "npy")[0] == 0
+    folder = tmp_path / "out"
+    vectors = [np.load(folder / "img_emb" / f"img_emb_{number:03}.npy") for number in range(3)]
+    assert np.array_equal(np.concatenate(vectors), expected)
+    assert sorted(path.name for path in (folder / "img_emb").iterdir()) == [f"img_emb_{n:03}.npy" for n in range(3)]
+    read = "import pyarrow.parquet as pq, sys, json; table = pq.read_table(sys.argv[1]); "
+    read += "print(json.dumps(table.to_pydict()))"
+    for number, part in enumerate(vectors):
+        rows = json.loads(python(read, folder / "metadata" / f"metadata_{number:03}.parquet"))
+        assert rows.keys() == {"key", "image_path"}
+        assert len(rows["key"]) == len(part)
+
+
+def test_running_again_completes_what_is_missing_and_nothing_else(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    assert run()[0] == 0
+    whole = snapshot(folder)
+    code, text = run()
+    assert code == 0
+    assert "nothing was missing" in text
+    assert snapshot(folder) == whole
+    (folder / "00001_stats.json").unlink()  # an interrupted rename: the data, and no stats
+    (folder / ".00001").mkdir()
+    (folder / ".00001" / "rows").write_bytes(b"half")
+    (folder / ".00002").mkdir()  # of a run that was killed right after its last rename
+    (folder / "00000.parquet").write_bytes(b"damaged")
+    assert run()[0] == 0
+    after = snapshot(folder)
+    assert after.keys() == whole.keys()
+    assert {name for name in whole if whole[name][1] != after[name][1]} == {
+        *("00000.parquet", "00000_stats.json", "00001.parquet", "00001_stats.json"),
+    }
+    assert all(whole[name][0] == after[name][0] for name in whole if name.endswith(".parquet"))
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_parts_make_the_whole(run: Run, tmp_path: Path) -> None:
+    assert run(output=tmp_path / "whole")[0] == 0
+    for part in ("2/2", "1/2"):
+        assert run("--shard", part)[0] == 0
+    ours, theirs = (snapshot(tmp_path / name) for name in ("out", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name][0] == theirs[name][0] for name in ours if name.endswith(".parquet"))
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["counts"]["images"] == COUNT
+
+
+def test_ranks_of_torchrun_share_the_shards(run: Run, images: Path, tmp_path: Path) -> None:
+    words = ["embed", *MODEL, "--data", images, "--output", tmp_path / "out", "--shard-size", 8]
+    ranks = [
+        Forked(words, log=tmp_path / f"log{rank}", environment={"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"
+    ]
+    assert [rank.code() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
+    assert run(output=tmp_path / "whole")[0] == 0
+    ours, theirs = (snapshot(tmp_path / name) for name in ("out", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name][0] == theirs[name][0] for name in ours if name.endswith(".parquet"))
+    assert ranks[1].output() == ""
+
+
+def test_another_setting_is_refused(run: Run, images: Path, tmp_path: Path) -> None:
+    assert run()[0] == 0
+    before = snapshot(tmp_path / "out")
+    fewer = shutil.copytree(images, tmp_path / "fewer")
+    (fewer / "00.png").unlink()
+    cases = [
+        (("--normalize",), {}, "differs in normalize: False there, True here"),
+        (("--method", "tome"), {}, "differs in method: 'ward' there, 'tome' here"),
+        (("--flops", 0.95), {}, "differs in schedule"),
+        (("--shard-size", 5), {}, "shard_size"),
+        ((), {"data": fewer}, "differs in the images: 20 listed there, 19 listed here"),
+    ]
+    for more, how, says in cases:
+        code, text = run(*more, **how)
+        assert code == 2
+        assert len(text.splitlines()) == 1
+        assert says in text
+        assert "name another --output" in text
+    assert snapshot(tmp_path / "out") == before
+
+
+def test_unreadable_images_are_listed_or_stop_the_run(run: Run, images: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(images, tmp_path / "data")
+    (data / "03.png").write_bytes(b"nothing")
+    (data / "17.png").write_bytes(encode(make_picture(0, width=300, height=300)))
+    code, text = run("--max-pixels", 50_000, data=data)
+    assert code == 0
+    assert "2 images not readable" in text
+    stats = [json.loads((tmp_path / f"out/{number:05}_stats.json").read_text()) for number in range(3)]
+    assert [(each["images"], each["failed"]) for each in stats] == [(7, 1), (8, 0), (3, 1)]
+    assert "unknown image format" in stats[0]["failures"][0]["reason"]
+    listed = json.loads((tmp_path / "out/00002_failures.jsonl").read_text())
+    assert listed["key"] == "17.png"
+    assert "over the limit of 50,000" in listed["reason"]
+    code, text = run("--max-pixels", 50_000, "--on-corrupt", "stop", data=data, output=tmp_path / "other")
+    assert code == 2
+    assert "03.png is not a readable image" in text
+    assert len(text.splitlines()) == 1
+    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["manifest.json"]
+
+
+@pytest.mark.slow
+def test_tar_and_parquet_give_the_same_vectors(run: Run, images: Path, tmp_path: Path, expected: np.ndarray) -> None:
+    python(WRITE_PARQUET, images, tmp_path / "a.parquet", images.parent / "paths.parquet")
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for path in sorted(images.iterdir()):
+            entry, content = tarfile.TarInfo(path.name), path.read_bytes()
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    cases = [
+        (tmp_path / "a.parquet", ["--key-column", "name"]),
+        (images.parent / "paths.parquet", []),
+        (tmp_path / "a.tar", ["--workers", 2]),
+    ]
+    for number, (data, more) in enumerate(cases):
+        output = tmp_path / f"out{number}"
+        code, text = run("--format", "npy", *more, data=data, output=output)
+        assert code == 0, text
+        parts = [np.load(path) for path in sorted((output / "img_emb").iterdir())]
+        assert np.array_equal(np.concatenate(parts), expected), data
+    code, text = run("--column", "jpgs", data=tmp_path / "a.parquet", output=tmp_path / "none")
+    assert (code, "has no column 'jpgs': did you mean 'jpg'?" in text) == (2, True)
+    code, text = run("--column", "number", data=tmp_path / "a.parquet", output=tmp_path / "none")
+    assert (code, "expected encoded images or paths" in text) == (2, True)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--data {images}", "give one of --output"),
+        ("--data {images} --output out --check 5", "give one of --output"),
+        ("--data nowhere --output out", "there is no nowhere"),
+        ("--data {images} --output {images}/out", "lies among the images"),
+        ("--data {images} --output s3://bucket/out", "is a URL"),
+        ("--data {images} --output out --shard 3/2", "is no K/N"),
+        ("--data {images} --output out --vector claas", "did you mean 'class'"),
+        ("--data {images} --output out --actors 2", "belong to --engine ray"),
+        ("--data {images} --output out --column x", "belong to parquet files"),
+        ("--data {images} --output out --top-k 5000", "--top-k 5000 needs"),
+        ("--data {images} --output out --decode gpu", "needs a CUDA device"),
+        ("--data {images} --output full", "holds 'a.txt' and no manifest.json"),
+        ("--data {images} --output out --ray-address x", "belong to --engine ray"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: str,
+    says: str,
+    images: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a.txt").write_text("mine")
+    command = Command(monkeypatch, capsys, "embed", *MODEL)
+    assert says in command.refusal(*words.format(images=images).split())
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.txt", "full"]
+
+
+def test_the_check_compares_with_the_unfused_model(
+    images: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = Command(monkeypatch, capsys, "embed", *MODEL, "--data", images, "--check", 15)
+    facts = json.loads(command("--method", "tome", "-r", 1, "--json").out)
+    assert facts["images"] == 15
+    assert facts["cosine"]["least"] <= facts["cosine"]["mean"] <= 1
+    assert facts["recall"].keys() == {"1", "10"}
+    same = json.loads(command("-r", 0, "--json").out)
+    assert same["cosine"]["least"] == pytest.approx(1, abs=1e-12)
+    assert same["recall"]["10"] == {"among_others": 1, "with_query": 1, "mixed": 1}
+    assert "recall@10" in command("-r", 0).out

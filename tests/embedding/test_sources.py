@@ -1,0 +1,192 @@
+"""Sources: which images they have, in which order, and in which shards."""
+
+import io
+import os
+import tarfile
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from helpers.images import encode, make_picture, write_folder, zip_folder
+from mctf import MctfError
+from mctf.data import ReadLimits
+from mctf.embedding.names import CompactNames, expand_pattern, split_sources
+from mctf.embedding.sources import Item, Source, open_source
+
+
+def all_items(source: Source, size: int = 3) -> list[Item]:
+    return [item for shard in source.shards(size) for item in source.items(shard)]
+
+
+def write_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return path
+
+
+def picture(seed: int) -> bytes:
+    return encode(make_picture(seed))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "images", "loose.png", "b/1.png", "b/0.jpg", "a/deep/er/2.png", "b/.hidden.png")
+
+
+def test_a_folder_may_be_nested_in_any_way(folder: Path) -> None:
+    source = open_source(folder)
+    assert [item.key for item in all_items(source)] == ["loose.png", "a/deep/er/2.png", "b/0.jpg", "b/1.png"]
+    assert [source.decode(item).size for item in all_items(source)] == [(48, 40)] * 4
+
+
+def test_a_zip_file_has_the_same_images(folder: Path, tmp_path: Path) -> None:
+    source, archive = open_source(folder), open_source(zip_folder(folder, tmp_path / "images.zip"))
+    assert {item.key for item in all_items(archive)} == {item.key for item in all_items(source)}
+    assert {source.content(item) for item in all_items(source)} == {archive.content(i) for i in all_items(archive)}
+
+
+def test_shards_cover_everything_once(folder: Path) -> None:
+    source = open_source(folder)
+    whole = all_items(source, 100)
+    for size in (1, 2, 3, 4):
+        assert all_items(source, size) == whole
+        assert all(shard.stop - shard.start <= size for shard in source.shards(size) if shard.stop is not None)
+
+
+def test_keys_of_several_sources_differ(folder: Path, tmp_path: Path) -> None:
+    both = open_source(f"{folder},{zip_folder(folder, tmp_path / 'images.zip')}")
+    keys = [item.key for item in all_items(both)]
+    assert len(set(keys)) == len(keys) == 8
+
+
+@pytest.mark.parametrize(("name", "mode"), [("a.tar", "w"), ("a.tar.gz", "w:gz")])
+def test_a_tar_file_is_one_shard(tmp_path: Path, name: str, mode: str) -> None:
+    files = {"./x/0.png": picture(0), "x/0.json": b"{}", "x/1.jpg.png": picture(1), "x/1.jpg.webp": picture(2)}
+    source = open_source(write_tar(tmp_path / name, files, mode))
+    assert len(source.shards(1)) == 1
+    items = all_items(source)
+    assert [item.key for item in items] == ["x/0", "x/1.jpg", "x/1.jpg.webp"]
+    assert [source.content(item) for item in items] == [picture(0), picture(1), picture(2)]
+
+
+def test_memory_does_not_grow_with_a_tar_file(tmp_path: Path) -> None:
+    peaks = []
+    for count in (300, 3000):
+        source = open_source(write_tar(tmp_path / f"{count}.tar", {f"{number}.png": b"x" for number in range(count)}))
+        (shard,) = source.shards(1)
+        assert sum(1 for _ in source.items(shard)) == count
+        tracemalloc.start()
+        for _ in source.items(shard):
+            pass
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 50_000
+
+
+def test_paths_take_little_memory() -> None:
+    tracemalloc.start()
+    names = CompactNames(f"folder/class_{number // 100}/image_{number}.jpg" for number in range(100_000))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1_500_000
+    assert [names[0], names[1500], len(names)] == [
+        "folder/class_0/image_0.jpg",
+        "folder/class_15/image_1500.jpg",
+        100_000,
+    ]
+
+
+def test_names_need_not_be_utf8() -> None:
+    odd = os.fsdecode(b"\xff\xfe.png")
+    assert CompactNames([odd])[0] == odd
+
+
+def test_a_text_file_names_paths_beside_it(folder: Path) -> None:
+    (folder / "list.txt").write_text(f"b/1.png\n\n{folder}/loose.png\nb/none.png\n")
+    source = open_source(folder / "list.txt")
+    items = all_items(source)
+    assert [source.decode(item).size for item in items[:2]] == [(48, 40)] * 2
+    with pytest.raises(MctfError, match="there is no such file"):
+        source.decode(items[2])
+
+
+def test_patterns(folder: Path, tmp_path: Path) -> None:
+    assert expand_pattern("s-{008..011}.tar") == [f"s-{number}.tar" for number in ("008", "009", "010", "011")]
+    assert expand_pattern("{a,b}{1..2}") == ["a1", "a2", "b1", "b2"]
+    assert split_sources("{a,b}.tar, c.zip") == ["{a,b}.tar", "c.zip"]
+    for number in range(3):
+        write_tar(tmp_path / f"{number}.tar", {"0.png": picture(0)})
+    assert len(open_source(f"{tmp_path}/*.tar").parts) == 3
+    assert len(open_source(f"{tmp_path}/{{0..1}}.tar").parts) == 2
+    with pytest.raises(MctfError, match="no file matches"):
+        expand_pattern(f"{tmp_path}/none*.tar")
+
+
+def test_urls_are_read_by_fsspec(folder: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    system = fsspec.filesystem("memory")
+    system.pipe("/mctf/a/0.png", picture(0))
+    system.pipe("/mctf/1.png", picture(1))
+    source = open_source("memory://mctf")
+    assert [item.key for item in all_items(source)] == ["1.png", "a/0.png"]
+    assert source.decode(all_items(source)[0]).size == (48, 40)
+
+
+def test_the_digest_notices_a_change(folder: Path) -> None:
+    before = open_source(folder).digest()
+    assert open_source(folder).digest() == before
+    (folder / "b" / "2.png").write_bytes(picture(9))
+    assert open_source(folder).digest() != before
+
+
+def test_limits_hold(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", {"0.png": picture(0)})
+    source = open_source(path, limits=ReadLimits(max_bytes=10))
+    with pytest.raises(MctfError, match="over the limit"):
+        source.decode(all_items(source)[0])
+    source = open_source(path, limits=ReadLimits(max_pixels=10))
+    with pytest.raises(MctfError, match="over the limit of 10"):
+        source.decode(all_items(source)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("", "a name in --data is empty"),
+        ("nowhere", "there is no"),
+        ("empty", "is empty"),
+        ("text", "is no source of images"),
+        ("text.tar", "cannot be read as a tar file"),
+        ("text.parquet", "is damaged"),
+        ("blank.txt", "is empty"),
+        ("binary.txt", "is not UTF-8"),
+        ("s{9..1}.tar", "is empty or too long"),
+        ("documents", "holds no images"),
+        ("none://x/y", "cannot be opened"),
+    ],
+)
+def test_bad_sources_are_refused(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "documents").mkdir()
+    (tmp_path / "documents" / "a.doc").write_bytes(b"")
+    for text in ("text", "text.tar", "text.parquet"):
+        (tmp_path / text).write_text("nothing")
+    (tmp_path / "blank.txt").write_text("\n")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(MctfError, match=says):
+        all_items(open_source(name if "://" in name or not name else str(tmp_path / name)))
+
+
+def test_columns_belong_to_parquet(folder: Path) -> None:
+    with pytest.raises(MctfError, match="--column and --key-column belong to parquet"):
+        open_source(folder, column="image")
+
+
+def test_a_sample_is_spaced(folder: Path) -> None:
+    source = open_source(folder)
+    assert [item.key for item in source.sample(2)] == ["loose.png", "b/0.jpg"]
+    assert len(list(source.sample(99))) == 4
