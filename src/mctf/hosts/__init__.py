@@ -48,7 +48,9 @@ _HOSTS = {
     ("timm.models.vision_transformer_relpos", "VisionTransformerRelPos"): ("timm_relpos", "TimmRelPos"),
     ("timm.models.naflexvit", "NaFlexVit"): ("timm_naflex", "TimmNaFlex"),
     ("mctf.models.hf_images", "ImageModel"): ("hf", "HFVision"),
+    ("open_clip.transformer", "VisionTransformer"): ("open_clip", "OpenClipViT"),
 }
+_OPEN_CLIP = ("open_clip.model", "open_clip.coca_model")  # of the models around a VisionTransformer, their `visual`
 _REGISTERED: dict[type[nn.Module], HostFactory] = {}
 
 
@@ -87,7 +89,13 @@ def _factory_of(module: nn.Module) -> HostFactory | None:
             return _registered_host(cls)
         if (cls.__module__, cls.__name__) in _HOSTS:
             return _own_host(*_HOSTS[cls.__module__, cls.__name__])
+        if cls.__module__ in _OPEN_CLIP and _is_open_clip_vit(getattr(module, "visual", None)):
+            return _own_host("open_clip", "OpenClipViT")
     return _own_host("hf", "HFVision") if holds_tower(module) else None
+
+
+def _is_open_clip_vit(module: object) -> bool:
+    return any((cls.__module__, cls.__name__) == ("open_clip.transformer", "VisionTransformer") for cls in type(module).__mro__)
 
 
 def _registered_host(cls: type[nn.Module]) -> HostFactory:
