@@ -14,9 +14,10 @@ from .hf_layers import parts_of
 from .hf_patch import parameter_names
 
 _INPUTS = ("pixel_values", "input_values")  # of images and videos; of spectrograms
+_BESIDE = {"input_ids", "decoder_input_ids", "patch_attention_mask"}  # words; the mask of Idefics3
 _OPTIONAL = {"pixel_attention_mask", "spatial_shapes", "dataset_index"}  # required by name, and provided here
 _ROTARY = ("rope_embeddings", "patch_positional_embedding")
-_QWEN_SIZE = 448  # its towers name no size
+_QWEN_PATCHES = 32  # per side: its towers name no size
 
 
 def default_size(config: Any) -> tuple[int, int]:
@@ -28,7 +29,7 @@ def default_size(config: Any) -> tuple[int, int]:
         size = int(config.num_position_embeddings**0.5) * config.patch_size
     elif size is None and hasattr(config, "num_patches"):  # SigLIP 2 takes any grid; its positions are of a square one
         size = int(config.num_patches**0.5) * config.patch_size
-    size = size or _QWEN_SIZE
+    size = size or _QWEN_PATCHES * config.patch_size
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
 
@@ -70,11 +71,10 @@ def cost_around_layers(
 
 def _takes_images_alone(model: Any) -> bool:
     parameters = inspect.signature(type(model).forward).parameters
-    if getattr(model, "main_input_name", None) not in _INPUTS or "patch_attention_mask" in parameters:
+    if getattr(model, "main_input_name", None) not in _INPUTS or _BESIDE & set(parameters):
         return False
-    required = {
-        name for name, each in list(parameters.items())[1:] if each.default is each.empty and each.kind is not each.VAR_KEYWORD
-    }
+    required = {each.name for each in list(parameters.values())[1:] if each.default is each.empty}
+    required -= {each.name for each in parameters.values() if each.kind is each.VAR_KEYWORD}
     return required <= {*_INPUTS, *_OPTIONAL}
 
 
@@ -88,13 +88,13 @@ def _counted_by_parts(tower: Any, size: tuple[int, int]) -> tuple[int, int]:
     for merger in (getattr(tower, "merger", None), *getattr(tower, "deepstack_merger_list", ())):
         for part in () if merger is None else merger.modules():
             norm = isinstance(part, nn.LayerNorm)  # over the channels of a token, or of all that are merged
-            per_token = norm and part.normalized_shape[0] == parts_width(tower)
+            per_token = norm and part.normalized_shape[0] == _width(tower)
             own = macs_per_token(part) if isinstance(part, (nn.Linear, nn.LayerNorm)) else 0
             around += own * (tokens if per_token else tokens // merge)
     return tokens, around
 
 
-def parts_width(tower: Any) -> int:
+def _width(tower: Any) -> int:
     """Channels of a token."""
     return getattr(tower.config, "embed_dim", tower.config.hidden_size)
 

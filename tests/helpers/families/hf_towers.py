@@ -79,9 +79,9 @@ class HfTowers(Hf):
             "DPTForSemanticSegmentation", "DPTConfig", num_labels=CLASSES, backbone_out_indices=[0, 1, 2, 3],
             neck_hidden_sizes=[8, 8, 8, 8], fusion_hidden_size=16, use_auxiliary_head=False, readout_type="project",
         ),
-        "vitpose": image("VitPoseBackbone", "VitPoseBackboneConfig", image_size=[48, 32], patch_size=[8, 8]),
+        "vitpose": image("VitPoseBackbone", "VitPoseBackboneConfig", image_size=[64, 48], patch_size=[8, 8]),
         "vitpose_experts": image(
-            "VitPoseBackbone", "VitPoseBackboneConfig", image_size=[48, 32], patch_size=[8, 8], num_experts=3,
+            "VitPoseBackbone", "VitPoseBackboneConfig", image_size=[64, 48], patch_size=[8, 8], num_experts=3,
             part_features=8,
         ),
         "videomae": partial(
