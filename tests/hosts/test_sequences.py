@@ -83,7 +83,9 @@ class TestPadding:
         assert not close(together, plain)
         torch.manual_seed(0)
         if name == "siglip2":  # no padding at all
-            alone = [real_tokens(name, model, siglip2_inputs([each], length=each[0].numel() // 64))[0] for each in images]
+            alone = [
+                real_tokens(name, model, siglip2_inputs([each], length=each[0].numel() // 64))[0] for each in images
+            ]
         else:
             alone = [
                 model(pixel_values=image[None], patch_attention_mask=torch.ones(1, rows, columns).bool())[0][0]

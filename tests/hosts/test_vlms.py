@@ -1,4 +1,4 @@
-"""Vision-language models of transformers: the tower inside is fused, the language model gets as many tokens as before."""
+"""Vision-language models: the tower inside is fused, and the language model gets as many tokens as before."""
 
 from typing import Any
 

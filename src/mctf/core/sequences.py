@@ -44,9 +44,7 @@ class Sequences:
     def split(self, x: Tensor) -> list[tuple[Tensor, Tensor | None]]:
         """Tokens and padding of each group: B L C or T C -> S N C and S P C."""
         flat = x.reshape(-1, x.shape[-1])
-        return [
-            (flat[group.tokens], None if group.padding is None else flat[group.padding]) for group in self.groups
-        ]
+        return [(flat[group.tokens], None if group.padding is None else flat[group.padding]) for group in self.groups]
 
     def join(self, parts: Sequence[tuple[Tensor, Tensor | None]], like: Tensor) -> Tensor:
         """Undo `split`, in the shape of `like`."""

@@ -95,7 +95,9 @@ def _factory_of(module: nn.Module) -> HostFactory | None:
 
 
 def _is_open_clip_vit(module: object) -> bool:
-    return any((cls.__module__, cls.__name__) == ("open_clip.transformer", "VisionTransformer") for cls in type(module).__mro__)
+    return any(
+        (cls.__module__, cls.__name__) == ("open_clip.transformer", "VisionTransformer") for cls in type(module).__mro__
+    )
 
 
 def _registered_host(cls: type[nn.Module]) -> HostFactory:

@@ -1,4 +1,4 @@
-"""The cost of vision towers of transformers: of their layers by their shapes, of the rest by a run on the meta device."""
+"""The cost of towers of transformers: of their layers by their shapes, of the rest by a run on the meta device."""
 
 import copy
 import inspect

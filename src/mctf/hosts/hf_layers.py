@@ -1,8 +1,8 @@
 """Encoder layers of transformers: their parts under every family's and version's names, and their pieces.
 
 All supported layers are pre-norm blocks. They differ in names, in LayerScale, in the position of dropout, and in
-whether one product gives q, k and v. A layer with an unknown part is refused: its forward does more than the pieces reproduce.
-Layers are identified by class name, so that transformers is not imported.
+whether one product gives q, k and v. A layer with an unknown part is refused: its forward does more than the pieces
+reproduce. Layers are identified by class name, so that transformers is not imported.
 
 Axes: B images, H heads, N tokens, M tokens after fusion, P patches, C channels, d channels per head.
 """
@@ -73,7 +73,10 @@ def parts_of(layer: Any) -> LayerParts:
     attention = _first(layer, *_ATTENTION)
     nested = hasattr(attention, "attention")  # older versions nest q, k and v, with the projection in `output`
     inner = attention.attention if nested else attention
-    heads, head_size = _first(inner, "num_attention_heads", "num_heads"), _first(inner, "head_dim", "attention_head_size")
+    heads, head_size = (
+        _first(inner, "num_attention_heads", "num_heads"),
+        _first(inner, "head_dim", "attention_head_size"),
+    )
     dropout = _first(inner, "attention_dropout", "dropout_prob", "dropout")
     rate = dropout.p if isinstance(dropout, nn.Dropout) else float(dropout)
     if nested:
@@ -81,7 +84,9 @@ def parts_of(layer: Any) -> LayerParts:
     else:
         projection = (_first(attention, *_PROJECTION),)
         projection += (attention.projection_dropout,) if hasattr(attention, "projection_dropout") else ()
-    mlp: Branch = (layer.intermediate, *_steps(layer.output)) if hasattr(layer, "intermediate") else (_first(layer, *_MLP),)
+    mlp: Branch = (
+        (layer.intermediate, *_steps(layer.output)) if hasattr(layer, "intermediate") else (_first(layer, *_MLP),)
+    )
     own_bias = getattr(layer, "relative_position_bias", None)
     query, key, value = _projections(inner, heads * head_size)
     return LayerParts(
@@ -105,9 +110,7 @@ def parts_of(layer: Any) -> LayerParts:
 def _projections(attention: Any, width: int) -> list[Callable[[Tensor], Tensor]]:
     """The projections to flat queries, keys and values, with InternVL's norms of all heads together."""
     if hasattr(attention, "qkv"):
-        return [
-            partial(linear_slice, attention.qkv, start=part * width, stop=(part + 1) * width) for part in range(3)
-        ]
+        return [partial(linear_slice, attention.qkv, start=part * width, stop=(part + 1) * width) for part in range(3)]
     found = [_first(attention, f"{name[0]}_proj", name) for name in ("query", "key", "value")]
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     return [

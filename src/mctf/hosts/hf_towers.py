@@ -42,7 +42,9 @@ FAMILIES = (
     TowerFamily("DINOv3", ("DINOv3ViTLayer",), ("DINOv3ViTModel", "DINOv3ViTBackbone"), RotaryLayerOps),
     TowerFamily("CLIP", ("CLIPEncoderLayer",), ("CLIPVisionModel", "CLIPVisionTransformer")),  # …Transformer until 5.7
     TowerFamily("SigLIP", ("SiglipEncoderLayer",), ("SiglipVisionModel", "SiglipVisionTransformer")),
-    TowerFamily("SigLIP 2", ("Siglip2EncoderLayer",), ("Siglip2VisionModel", "Siglip2VisionTransformer"), PaddedLayerOps),
+    TowerFamily(
+        "SigLIP 2", ("Siglip2EncoderLayer",), ("Siglip2VisionModel", "Siglip2VisionTransformer"), PaddedLayerOps
+    ),
     TowerFamily("ViTMAE", ("ViTMAELayer",), ("ViTMAEModel",)),
     TowerFamily("I-JEPA", ("IJepaLayer",), ("IJepaModel",)),
     TowerFamily("ViT-MSN", ("ViTMSNLayer",), ("ViTMSNModel",)),

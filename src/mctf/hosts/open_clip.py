@@ -38,6 +38,11 @@ class OpenClipViT(Host):
         tower = model if isinstance(model, VisionTransformer) else model.visual
         host = cls(model, tower)
         prefix = "" if model is tower else "visual."
+        if not tower.transformer.batch_first:
+            raise MctfError(
+                f"{prefix}transformer takes tokens before images, and mctf images before tokens: use open_clip_torch "
+                ">= 2.26"
+            )
         if not isinstance(host.container, FusedStack):
             check_whole(f"{prefix}transformer.resblocks", host.container)
         for name, block in host.container.named_children():
@@ -121,8 +126,6 @@ def _check_block(name: str, block: Any) -> None:
     for path in ("", ".attn"):
         check_whole(f"{name}{path}", block.get_submodule(path[1:]))
     attn = block.attn
-    if not getattr(attn, "batch_first", True):
-        raise MctfError(f"{name} takes tokens before images, and mctf images before tokens: use open_clip_torch >= 2.26")
     if getattr(attn, "logit_scale", None) is not None:
         raise MctfError(f"{name}.attn is a cosine attention, which mctf cannot fuse: create the model without it")
     if hasattr(block, "ln_1_kv") or getattr(attn, "bias_k", None) is not None or getattr(attn, "add_zero_attn", False):

@@ -114,8 +114,7 @@ def blip_2(images: Tensor) -> tuple[Any, dict[str, Tensor]]:
 
 
 VLMS: dict[str, Callable[[Tensor], tuple[Any, dict[str, Tensor]]]] = {
-    each.__name__: each
-    for each in (internvl, idefics3, smolvlm, llava_pixtral, qwen2_vl, qwen3_vl, blip, blip_2)
+    each.__name__: each for each in (internvl, idefics3, smolvlm, llava_pixtral, qwen2_vl, qwen3_vl, blip, blip_2)
 }
 
 
