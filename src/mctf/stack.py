@@ -85,6 +85,10 @@ class StackHost(Protocol):
         """The sequences of a call; raises MctfError for a mask that is not one of sequences."""
 
     @abstractmethod
+    def call_whole(self, block: nn.Module, x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """The block itself on several sequences, in the layout that the model gives."""
+
+    @abstractmethod
     def sequence_arguments(self, arguments: Mapping[str, Any], group: SequenceGroup) -> Mapping[str, Any]:
         """The arguments of a call for the sequences of one group alone."""
 
@@ -271,13 +275,17 @@ class FusedStack(nn.Module):
     def run_whole(self, index: int, x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Block `index` as it is, in the layout that the host gives."""
         module = self.block_modules()[index]
-        plain = self.host.ops(module, arguments, None).plain
-        return run_in_call(module, lambda x: BlockOutput(plain(x), None), x).x
+        return run_in_call(module, lambda x: BlockOutput(self.host.call_whole(module, x, arguments), None), x).x
 
     def run_padding(
         self, index: int, padding: Tensor, x: Tensor, *, state: State, arguments: Mapping[str, Any]
     ) -> Tensor:
-        """Padding (B P C) after block `index`, where it attends to the tokens x (B M C) alone: to sizes above 0."""
+        """Padding (B P C) after block `index`, where it attends to the tokens x (B M C) alone: to sizes above 0.
+
+        Where blocks need positions, padding has none. It stays as it is, as no head of such a model reads it.
+        """
+        if self.host.uses_positions:
+            return padding
         module, count = self.block_modules()[index], padding.shape[1]
         block = self.host.ops(module, arguments, state.positions)
         sizes = self.method.key_sizes(state.sizes)

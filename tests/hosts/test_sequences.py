@@ -8,6 +8,7 @@ from torch import Tensor
 
 import mctf
 from helpers.families.hf_towers import patchify
+from helpers.models import make as make_timm
 from helpers.refusals import assert_refused
 from hosts.test_towers import inputs, make
 
@@ -147,6 +148,38 @@ class TestPadding:
         torch.testing.assert_close(*gradients)
 
 
+def naflex_inputs(images: list[Tensor], *, length: int, fill: float = 0.0) -> dict[str, Tensor]:
+    """Patches of images with their coordinates, padded to that many."""
+    patches = torch.full((len(images), length, 192), fill, dtype=torch.float64)
+    places, valid = torch.zeros(len(images), length, 2, dtype=torch.long), torch.zeros(len(images), length).bool()
+    for row, image in enumerate(images):
+        grid = (image.shape[1] // 8, image.shape[2] // 8)
+        own = patchify(image[None], 8)[0]
+        patches[row, : len(own)], valid[row, : len(own)] = own, True
+        places[row, : len(own)] = torch.cartesian_prod(*map(torch.arange, grid))
+    return {"patches": patches, "patch_coord": places, "patch_valid": valid}
+
+
+@pytest.mark.parametrize("features", [{}, {"name": "naflex_rope"}, {"use_key_only_attn_mask": False}], ids=str)
+@pytest.mark.parametrize("method", METHODS[:4])
+@torch.no_grad()
+def test_timms_naflex_fuses_an_image_as_without_padding(features: dict[str, Any], method: str) -> None:
+    name = features.get("name", "naflex")
+    more = {feature: value for feature, value in features.items() if feature != "name"}
+    model = make_timm(name, embed_proj_type="linear", **more).double()
+    images = pictures()
+    given = naflex_inputs(images, length=40)
+    plain = model(given)
+    mctf.fuse(model, method, r=0)
+    assert torch.equal(model(given), plain)
+    mctf.set_r(model, 4)
+    together = model(given)
+    assert not torch.allclose(together, plain, atol=1e-4)
+    assert torch.allclose(model(naflex_inputs(images, length=40, fill=7.0)), together, atol=1e-6)
+    alone = [model(naflex_inputs([each], length=each[0].numel() // 64)) for each in images]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)  # rotary tables are in float32
+
+
 class TestPacking:
     @torch.no_grad()
     def test_pixtral_fuses_each_image_by_itself(self) -> None:
@@ -233,7 +266,7 @@ class TestRefusals:
         layers = iter(model.encoder.layers)
         mask = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
         x = torch.randn(1, 20, 32, dtype=torch.float64)
-        assert_refused(model, "this one differs between patches of an image", lambda: next(layers)(x, mask))
+        assert_refused(model, "takes no attention mask but one of padding", lambda: next(layers)(x, mask))
 
     @torch.no_grad()
     def test_packed_images_without_their_limits(self) -> None:

@@ -25,7 +25,10 @@ class Wrapper(nn.Module):
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (nn.Linear(3, 3), "torch.nn.modules.linear.Linear is not a supported model: pass a Vision Transformer with global attention"),
+        (
+            nn.Linear(3, 3),
+            "torch.nn.modules.linear.Linear is not a supported model: pass a Vision Transformer with global attention",
+        ),
         (Wrapper(nn.Linear(3, 3)), "hosts.test_unsupported.Wrapper is not a supported model: pass"),
         (None, "expected a torch.nn.Module, got NoneType: pass the model itself"),
         (nn.Linear, "expected a torch.nn.Module, got type: pass the model itself"),
@@ -73,7 +76,9 @@ def test_families_that_cannot_be_fused(name: str, family: str, reason: str | Non
 def test_the_named_classes_exist() -> None:
     modules = [module for name, module in sys.modules.items() if name.startswith("timm.models.")]
     missing = {name for names in FAMILIES.values() for name in names if not any(hasattr(m, name) for m in modules)}
-    assert all(name.endswith(("Model", "VisionEncoder", "Backbone")) for name in missing), missing  # those of transformers
+    assert all(name.endswith(("Model", "VisionEncoder", "Backbone")) for name in missing), (
+        missing
+    )  # those of transformers
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ _DEPENDS = (
     "padded and packed images decide the shapes of a fused model, which a traced or exported graph cannot follow: "
     "export it on images of one size"
 )
+_NO_PADDING = (
+    "a fused model takes no attention mask but one of padding, the same for all patches of an image: "
+    "omit it, or run mctf.unfuse(model)"
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,25 @@ def packed_sequences(lengths: Sequence[int], device: torch.device) -> Sequences:
         tokens = torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)
         groups.append(SequenceGroup(tokens, None, torch.zeros(len(first), dtype=torch.long, device=device)))
     return _sequences(groups)
+
+
+def real_tokens(mask: Tensor) -> Tensor:
+    """Which tokens a mask of padding admits: B L, bool.
+
+    mask: B L (1 for real), B 1 L L or B 1 1 L (True, or 0 to add, for real). What padding attends to does not matter.
+    """
+    if mask.dim() == 2:
+        return mask.bool()
+    if mask.dim() != 4:
+        raise MctfError(_NO_PADDING)
+    admitted = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
+    real = admitted.any(dim=1)
+    same = admitted == real[:, None]
+    if admitted.shape[1] > 1:
+        same = same | ~real[:, :, None]
+    if not bool(same.all()):
+        raise MctfError(_NO_PADDING)
+    return real
 
 
 def block_lengths(blocks: Tensor) -> list[int] | None:

@@ -97,6 +97,9 @@ class Host(StackHost):
     def sequences(self, x: Tensor, arguments: Mapping[str, Any]) -> Sequences:
         raise NotImplementedError
 
+    def call_whole(self, block: nn.Module, x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        return self.ops(block, arguments, None).plain(x)
+
     def sequence_arguments(self, arguments: Mapping[str, Any], group: SequenceGroup) -> Mapping[str, Any]:
         raise NotImplementedError
 

@@ -10,10 +10,17 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..core.sequences import SequenceGroup, Sequences, block_lengths, packed_sequences, padded_sequences, read_numbers
+from ..core.sequences import (
+    SequenceGroup,
+    Sequences,
+    block_lengths,
+    packed_sequences,
+    padded_sequences,
+    read_numbers,
+    real_tokens,
+)
 from ..errors import MctfError
 from ..methods.base import run_pieces
 from .hf_layers import LayerOps, RotaryLayerOps
@@ -51,25 +58,11 @@ class PaddedLayerOps(SequenceLayerOps):
 
     @classmethod
     def sequences(cls, x: Tensor, arguments: Mapping[str, Any]) -> Sequences:
-        return padded_sequences(_real_keys(arguments["attention_mask"]))
+        return padded_sequences(real_tokens(arguments["attention_mask"]))
 
     @classmethod
     def group_arguments(cls, arguments: Mapping[str, Any], group: SequenceGroup) -> Mapping[str, Any]:
         return {**arguments, "attention_mask": None}
-
-
-def _real_keys(mask: Tensor) -> Tensor:
-    """Which tokens a mask admits: B N (1 for real), B 1 N N or B 1 1 N (True, or 0 to add, for real) -> B N, bool."""
-    if mask.dim() == 2:
-        return mask.bool()
-    admitted = mask if mask.dtype == torch.bool else mask == 0
-    real = admitted[:, 0, 0]
-    if not bool((admitted == real[:, None, None]).all()):
-        raise MctfError(
-            "a fused model takes attention masks of padding, and this one differs between patches of an image: "
-            "omit it, or run mctf.unfuse(model)"
-        )
-    return real
 
 
 class PackedLayerOps(RotaryLayerOps, SequenceLayerOps):

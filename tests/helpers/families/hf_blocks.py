@@ -45,7 +45,9 @@ class Layer(Pieces):
 
     def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
         split = self.attn is not self.inner
-        project = self.attn.output.dense if split else part(self.attn, "o_proj", "out_proj", "projection_layer", "projection")
+        project = (
+            self.attn.output.dense if split else part(self.attn, "o_proj", "out_proj", "projection_layer", "projection")
+        )
         return x + self.scaled(project(context), "layer_scale1", "lambda_1")
 
     def add_mlp(self, x: Tensor) -> Tensor:
