@@ -1,5 +1,6 @@
 """Vision-language models: the tower inside is fused, and the language model gets as many tokens as before."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,14 @@ def test_a_vlm_reads_what_residuals_restore() -> None:
         changes.append((logits(mctf.fuse(model, "ward", r=4, restore=restore), given) - plain).abs().mean())
         mctf.unfuse(model)
     assert 0 < changes[0] < changes[1]
+
+
+@torch.no_grad()
+def test_a_fused_vlm_is_saved_and_loaded(tmp_path: Path) -> None:
+    model, given = make_vlm("smolvlm")
+    expected = logits(mctf.fuse(model, r=6), given)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(mctf.load(tmp_path), given), expected)
 
 
 @torch.no_grad()

@@ -89,6 +89,7 @@ def real_tokens(mask: Tensor) -> Tensor:
 
     mask: B L (1 for real), B 1 L L or B 1 1 L (True, or 0 to add, for real). What padding attends to does not matter.
     """
+    _check_eager()
     if mask.dim() == 2:
         return mask.bool()
     if mask.dim() != 4:
@@ -105,6 +106,7 @@ def real_tokens(mask: Tensor) -> Tensor:
 
 def block_lengths(blocks: Tensor) -> list[int] | None:
     """Lengths of the sequences between which a mask (N N, bool) admits no attention; None for any other mask."""
+    _check_eager()
     starts = torch.cat([blocks.new_ones(1), ~blocks.diagonal(-1)])
     number = starts.cumsum(0)
     if not bool((blocks == (number[:, None] == number)).all()):
@@ -114,9 +116,13 @@ def block_lengths(blocks: Tensor) -> list[int] | None:
 
 def read_numbers(values: Tensor) -> list[int]:
     """The numbers of a tensor, on which shapes depend; raises MctfError in a graph that would fix them."""
+    _check_eager()
+    return values.tolist()
+
+
+def _check_eager() -> None:
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         raise MctfError(_DEPENDS)
-    return values.tolist()
 
 
 def _sequences(groups: list[SequenceGroup]) -> Sequences:

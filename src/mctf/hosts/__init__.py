@@ -11,6 +11,7 @@ from torch import nn
 from .._utils import first_line
 from ..core.flops import BlockShape
 from ..core.positions import TokenPositions
+from ..core.sequences import SequenceGroup, Sequences, packed_sequences, padded_sequences, real_tokens
 from ..errors import MctfError, shown
 from ..methods.base import BlockOps
 from ..stack import FusedStack
@@ -25,6 +26,8 @@ __all__ = [
     "BlockShape",
     "FusedStack",
     "Host",
+    "SequenceGroup",
+    "Sequences",
     "SoftmaxAttention",
     "TokenPositions",
     "check_whole",
@@ -32,6 +35,9 @@ __all__ = [
     "find_host",
     "linear_slice",
     "macs_per_token",
+    "packed_sequences",
+    "padded_sequences",
+    "real_tokens",
     "refuse_arguments",
     "register_host",
 ]
