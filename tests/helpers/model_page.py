@@ -46,8 +46,8 @@ Tested names of `mctf plan NAME`; other models of these classes have the same ho
 
 INSIDE = """
 A model of transformers is supported if it holds one of these towers; text towers, language models, heads and decoders
-are unchanged. Every family has a tiny model in the tests: r = 0 is the baseline bit for bit, the pieces of a layer agree
-with the layer, and all tokens are restored.
+are unchanged. Every family has a tiny model in the tests: r = 0 is the baseline bit for bit, the pieces of a layer
+agree with the layer, and all tokens are restored.
 
 | models | tower | its layers |
 |---|---|---|
@@ -98,16 +98,16 @@ mctf.fuse(model, "ward", flops=0.7)  # then model.generate(...) as before
 
 ## Padded and packed images
 
-SigLIP 2, Idefics3, SmolVLM and NaFlexVit take images of several sizes with a mask of padding. Pixtral and Qwen take them
-one behind the other. Images with equally many patches are fused as one batch, so each image is fused as it would be
+SigLIP 2, Idefics3, SmolVLM and NaFlexVit take images of several sizes with a mask of padding. Pixtral and Qwen take
+them one behind the other. Images with equally many patches are fused as one batch, so each image is fused as it would be
 alone, and r is of its own patches.
 
 - Nothing attends to padding or is fused with it. Padding attends to the tokens of its image, and keeps its place. With
   rotary positions (NaFlexVit) padding is returned as it entered.
 - Many different numbers of patches in one batch mean many small batches. Sort images by size where speed matters.
 - With r = 0, the model's own mask is used: bit for bit the baseline.
-- `mctf.trace` records images with equally many patches. `torch.compile` breaks its graph; `torch.jit.trace` and
-  `torch.export` of such a batch are refused.
+- `mctf.trace` records images with equally many patches. `torch.compile` breaks its graph there;
+  `torch.jit.trace` and `torch.export` of such a batch are refused.
 - A mask that differs between patches of an image is refused.
 
 ## Saving models of transformers

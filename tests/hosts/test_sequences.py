@@ -245,16 +245,6 @@ class TestPacking:
         torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_compiled_model_breaks_its_graph_where_images_are_grouped() -> None:
-    model = mctf.fuse(make("siglip2").double(), r=4)
-    given = siglip2_inputs(pictures(), length=40)
-    eager = model(**given).pooler_output
-    compiled = torch.compile(model, backend="eager")(**given).pooler_output
-    torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-4)
-
-
 class TestRefusals:
     @torch.no_grad()
     def test_a_trace_of_images_with_different_numbers_of_patches(self) -> None:
