@@ -99,8 +99,8 @@ mctf.fuse(model, "ward", flops=0.7)  # then model.generate(...) as before
 ## Padded and packed images
 
 SigLIP 2, Idefics3, SmolVLM and NaFlexVit take images of several sizes with a mask of padding. Pixtral and Qwen take
-them one behind the other. Images with equally many patches are fused as one batch, so each image is fused as it would be
-alone, and r is of its own patches.
+them one behind the other. Images with equally many patches are fused as one batch, so each image is fused as it would
+be alone, and r is of its own patches.
 
 - Nothing attends to padding or is fused with it. Padding attends to the tokens of its image, and keeps its place. With
   rotary positions (NaFlexVit) padding is returned as it entered.

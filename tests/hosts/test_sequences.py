@@ -245,6 +245,18 @@ class TestPacking:
         torch.testing.assert_close(*gradients)
 
 
+@torch.no_grad()
+def test_what_a_hook_adds_between_layers_is_kept() -> None:
+    model = mctf.fuse(make("siglip2").double(), r=4)
+    images, plain = pictures(), siglip2_inputs(pictures(), length=40)
+    before = model(**plain).pooler_output
+    model.encoder.layers[1].register_forward_hook(lambda module, args, output: 2 * output)
+    together = model(**plain).pooler_output
+    assert not torch.allclose(together, before, atol=1e-3)
+    alone = [model(**siglip2_inputs([each], length=each[0].numel() // 64)).pooler_output for each in images]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=1e-6)
+
+
 class TestRefusals:
     @torch.no_grad()
     def test_a_trace_of_images_with_different_numbers_of_patches(self) -> None:
