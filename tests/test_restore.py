@@ -212,7 +212,7 @@ def test_where_nobody_reads_every_token_nothing_is_kept(monkeypatch: pytest.Monk
     model.forward_intermediates(images)
     monkeypatch.undo()
     mctf.set_r(model, 8)
-    monkeypatch.setattr(stack_module.State, "after", never)
+    monkeypatch.setattr(run_module.State, "after", never)
     assert torch.equal(model(images), expected)
     with pytest.raises(AssertionError, match="a residual"):
         model.forward_intermediates(images)
