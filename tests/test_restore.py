@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import mctf
 from helpers.models import METHODS, PAIRS_BY_OPS, by_pickle, family_of, make, make_images, run
 from helpers.refusals import assert_refused
-from mctf import stack as stack_module
+from mctf import _run as run_module
 from mctf.api import fused_stack
 from mctf.methods.base import BlockOutput
 
@@ -207,12 +207,12 @@ def test_where_nobody_reads_every_token_nothing_is_kept(monkeypatch: pytest.Monk
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a residual was computed")
 
-    monkeypatch.setattr(stack_module.kernels, "merge", never)
+    monkeypatch.setattr(run_module.kernels, "merge", never)
     mctf.set_r(model, 0)
     model.forward_intermediates(images)
     monkeypatch.undo()
     mctf.set_r(model, 8)
-    monkeypatch.setattr(stack_module.State, "after", never)
+    monkeypatch.setattr(run_module.State, "after", never)
     assert torch.equal(model(images), expected)
     with pytest.raises(AssertionError, match="a residual"):
         model.forward_intermediates(images)

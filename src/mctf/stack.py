@@ -2,7 +2,7 @@
 
 A FusedStack takes the place of the host's container (timm: `model.blocks`). It holds the *same* block modules under the
 *same* names, so the state_dict does not change and the rest of the host's code runs as before. All state of a forward
-pass lives in local variables or in one `Run`: two threads can share a model.
+pass lives in local variables or in one `Run` (_run.py): two threads can share a model.
 
 Hosts use their container in two ways:
 
@@ -18,7 +18,8 @@ x_g plus its residual, the differences x_i - mean_g(x) of all fusions on its way
 residuals of a slot cancel in it: the fused token is the pooled mean of the restored ones. Dropped tokens have weight 0
 in that mean, and restored they follow the kept token of their slot at the distance at which they were dropped.
 
-It is one file, as calling, iterating and restoring share one `Run`.
+A host may pass padded images, or images packed into one sequence. Images of equally many tokens then run as a batch of
+their own, with its own run; padding attends to the tokens of its image, and nothing attends to it or fuses with it.
 
 Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
 """
@@ -26,18 +27,18 @@ Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from . import kernels
+from ._run import Run, State
 from ._sharding import run_in_call
-from .core.positions import TokenPositions, positions_after
+from .core.positions import TokenPositions
 from .core.schedule import Amount, ReductionSpec, plain_r, reductions, stage_of
 from .core.selection import fill_padding
+from .core.sequences import SequenceGroup, Sequences
 from .errors import MctfError
 from .methods.base import BlockContext, BlockOps, BlockOutput, Method, run_first
 
@@ -76,6 +77,22 @@ class StackHost(Protocol):
         """The pieces of a block for one call; positions is None while nothing was fused."""
 
     @abstractmethod
+    def has_sequences(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the tokens of a call are several sequences: padded, or packed one behind the other."""
+
+    @abstractmethod
+    def sequences(self, x: Tensor, arguments: Mapping[str, Any]) -> Sequences:
+        """The sequences of a call; raises MctfError for a mask that is not one of sequences."""
+
+    @abstractmethod
+    def call_whole(self, block: nn.Module, x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """The block itself on several sequences, in the layout that the model gives."""
+
+    @abstractmethod
+    def sequence_arguments(self, arguments: Mapping[str, Any], group: SequenceGroup) -> Mapping[str, Any]:
+        """The arguments of a call for the sequences of one group alone."""
+
+    @abstractmethod
     def uninstall(self, stack: "FusedStack") -> None:
         """Take the stack out of the model again."""
 
@@ -85,46 +102,6 @@ class Observer(Protocol):
 
     def record(self, index: int, x: Tensor, output: BlockOutput) -> None:
         """Block `index` ran on x. Called in the thread of the forward pass, which need not be the observer's."""
-
-
-@dataclass(frozen=True)
-class State:
-    """What one block hands to the next beside the tokens.
-
-    sizes: B M, None while all are 1.
-    positions: the input tokens that each token covers; None while nothing was fused or nothing reads them.
-    method_state: the method's own.
-    residual: B N C, what input tokens differ by from their fused token; None while nothing was fused or nobody asks.
-    """
-
-    sizes: Tensor | None = None
-    positions: TokenPositions | None = None
-    method_state: Any = None
-    residual: Tensor | None = None
-
-    def after(self, output: BlockOutput, *, shares: bool, residual_of: Tensor | None = None) -> "State":
-        """The state after one more block.
-
-        shares: keep the share of each input token in its fused token. residual_of: the tokens that entered the block
-        (B M C), where their differences to the fused ones are kept.
-        """
-        if output.assignment is None:
-            return State(output.sizes, self.positions, output.method_state, self.residual)
-        residual, weights = None, output.weights
-        if residual_of is not None and weights is not None:
-            # residuals cancel in the mean as exactly as its weights are divided: in float64 for tokens in float64
-            weights = weights.to(torch.promote_types(weights.dtype, residual_of.dtype))
-            mean, _ = kernels.merge(residual_of, output.assignment, weights=weights)
-            residual = self.unpool(residual_of - output.assignment.unpool(mean))
-        positions = positions_after(self.positions, output.assignment, weights if shares else None)
-        return State(output.sizes, positions, output.method_state, residual)
-
-    def unpool(self, x: Tensor) -> Tensor:
-        """One token per input token: B M C -> B N C."""
-        if self.positions is None:
-            return x
-        copied = self.positions.source.unpool(x)
-        return copied if self.residual is None else copied + self.residual.to(copied.dtype)
 
 
 class FusedStack(nn.Module):
@@ -295,6 +272,32 @@ class FusedStack(nn.Module):
             raise MctfError(f"`run` of {self.method.name} returns {type(output).__name__}: return a BlockOutput")
         return output
 
+    def run_whole(self, index: int, x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Block `index` as it is, in the layout that the host gives."""
+        module = self.block_modules()[index]
+        return run_in_call(module, lambda x: BlockOutput(self.host.call_whole(module, x, arguments), None), x).x
+
+    def run_padding(
+        self, index: int, padding: Tensor, x: Tensor, *, state: State, arguments: Mapping[str, Any]
+    ) -> Tensor:
+        """Padding (B P C) after block `index`, where it attends to the tokens x (B M C) alone: to sizes above 0.
+
+        Where blocks need positions, padding has none. It stays as it is, as no head of such a model reads it.
+        """
+        if self.host.uses_positions:
+            return padding
+        module, count = self.block_modules()[index], padding.shape[1]
+        block = self.host.ops(module, arguments, state.positions)
+        sizes = self.method.key_sizes(state.sizes)
+        sizes = x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes
+        sizes = torch.cat([sizes.new_zeros(padding.shape[:2]), sizes], dim=1)
+        together = torch.cat([padding, x], dim=1)
+        return run_in_call(module, lambda x: BlockOutput(run_first(block, x, sizes, count), None), together).x
+
+    @property
+    def is_observed(self) -> bool:
+        return bool(self._observers)
+
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
         """While open, the observer gets the output of every block of every pass, in whatever thread it runs."""
@@ -363,32 +366,6 @@ def _refuse_proxy(x: object) -> None:
         )
 
 
-class Run:
-    """The states between the blocks of one iteration; kept per block so that recomputation finds its own.
-
-    Their residuals are not kept: a block finds them in the tokens that it is given.
-    last: what the last block returned, the fused tokens behind it, and the state with its residual.
-    """
-
-    def __init__(self, stack: FusedStack) -> None:
-        self.stack = stack
-        self.schedule = stack.schedule
-        self.states: dict[int, State] = {0: State()}
-        self.last: tuple[Tensor, Tensor, State] | None = None
-
-    def fused(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """The fused tokens behind x (B N C), B M C, and the state with what x has beside them."""
-        if state.positions is None:
-            return x, state
-        if self.last is not None and self.last[0] is x:  # hosts do not change tokens in place between blocks
-            return self.last[1:]
-        source, shares = state.positions.source, state.positions.shares
-        if not self.stack.keeps_residual:
-            return source.first_of_slot(x), state
-        tokens, _ = kernels.merge(x, source, weights=shares)
-        return tokens, State(state.sizes, state.positions, state.method_state, x - source.unpool(tokens))
-
-
 class _BlockProxy:
     """Reads and writes the attributes of a block."""
 
@@ -447,26 +424,8 @@ class BoundBlock(_BlockProxy):
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """B N C -> B N C: fuses inside, returns each input token as restored from its fused token."""
         _refuse_proxy(x)
-        run, index = self._run, self._index
-        stack = run.stack
-        arguments = stack.host.arguments(*args, **kwargs)
-        if index not in run.states:
-            raise MctfError(f"block {index} of a fused stack was called before block {index - 1}: call them in order")
-        tokens, state = run.fused(x, run.states[index])
-        output = stack.run_block(
-            index, tokens, state=state, arguments=arguments, initial=x.shape[1], schedule=run.schedule
-        )
-        if index + 1 not in run.states:  # gradient checkpointing calls again, from the last block to the first
-            stack.notify(index, tokens, output)
-        residual = stack.keeps_residual
-        shares = stack.host.uses_positions or residual
-        state = state.after(output, shares=shares, residual_of=tokens if residual else None)
-        run.states[index + 1] = State(state.sizes, state.positions, state.method_state)
-        result = state.unpool(output.x)
-        if index + 1 == stack.depth:
-            restored = stack.method.restore_tokens(output.x, state.method_state)
-            result = result if restored is None else restored
-        # with gradient a checkpointed block must depend on nothing but what it is given; a trace has no gradient
-        trains = result.requires_grad and not torch.jit.is_tracing()
-        run.last = None if trains else (result, output.x, state)
-        return result
+        host = self._run.stack.host
+        arguments = host.arguments(*args, **kwargs)
+        if host.has_sequences(arguments):
+            return self._run.run_sequences(self._index, x, arguments)
+        return self._run.run_block(self._index, x, arguments)[0]

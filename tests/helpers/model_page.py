@@ -1,6 +1,5 @@
 """Write docs/models.md from the test matrix: `make docs`. A test compares the page with the matrix."""
 
-import textwrap
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,7 +11,8 @@ from helpers.families import FAMILIES, Family
 from helpers.model_features import FEATURES, features_of
 from helpers.models import NAMES, family_of, make, make_images, run
 from hosts.test_timm import REAL
-from mctf.hosts.hf import TOWERS
+from mctf.hosts.hf_towers import FAMILIES as TOWERS
+from mctf.hosts.hf_towers import TowerFamily
 from mctf.hosts.unsupported import FAMILIES as REFUSED
 from mctf.models.loading import create_empty
 
@@ -45,7 +45,12 @@ Tested names of `mctf plan NAME`; other models of these classes have the same ho
 """
 
 INSIDE = """
-A model of transformers is supported if it holds one of these towers; text towers, heads and decoders are unchanged:
+A model of transformers is supported if it holds one of these towers; text towers, language models, heads and decoders
+are unchanged. Every family has a tiny model in the tests: r = 0 is the baseline bit for bit, the pieces of a layer
+agree with the layer, and all tokens are restored.
+
+| models | tower | its layers |
+|---|---|---|
 """
 
 METHODS_TOP = """
@@ -72,7 +77,38 @@ linear in both, so its logits are the mean of the logits of its content at each 
 - `forward_features` has one token per input token, except for timm's `VisionTransformer` with class token pooling: its
   tokens stay fused. Use `mctf.fuse(model, dense=True)` for heads of your own on its tokens.
 - Where every token is read, fused tokens are restored: see [dense.md](dense.md).
-- NaFlexVit takes batches of images of one size; padded batches need a mask, and masks are refused.
+
+## Vision-language models
+
+`mctf.fuse(model)` finds the vision tower. The projector and the language model read one restored token per patch, so
+prompts, shapes and caches stay as they are.
+
+```python
+import mctf
+from transformers import AutoModelForImageTextToText
+
+model = AutoModelForImageTextToText.from_pretrained("HuggingFaceTB/SmolVLM-256M-Instruct")
+mctf.fuse(model, "ward", flops=0.7)  # then model.generate(...) as before
+```
+
+- The tests run InternVL, Idefics3, SmolVLM, LLaVA with Pixtral, Qwen2-VL, Qwen3-VL, BLIP and BLIP-2: with r = 0 logits
+  and generated words are the baseline's, with r = 6 shapes are.
+- `flops` is the share of the vision tower's cost. The language model costs what it did.
+- A tower that runs inside windows (Qwen2.5-VL) or over tiles (Mllama) is refused by name.
+
+## Padded and packed images
+
+SigLIP 2, Idefics3, SmolVLM and NaFlexVit take images of several sizes with a mask of padding. Pixtral and Qwen take
+them one behind the other. Images with equally many patches are fused as one batch, so each image is fused as it would
+be alone, and r is of its own patches.
+
+- Nothing attends to padding or is fused with it. Padding attends to the tokens of its image, and keeps its place. With
+  rotary positions (NaFlexVit) padding is returned as it entered.
+- Many different numbers of patches in one batch mean many small batches. Sort images by size where speed matters.
+- With r = 0, the model's own mask is used: bit for bit the baseline.
+- `mctf.trace` records images with equally many patches. `torch.compile` breaks its graph there;
+  `torch.jit.trace` and `torch.export` of such a batch are refused.
+- A mask that differs between patches of an image is refused.
 
 ## Saving models of transformers
 
@@ -101,6 +137,10 @@ def family_row(family: Family) -> str:
     present = {feature for name in family.builders for feature in features_of(make(name))}
     features = [feature for feature in FEATURES if feature in present]
     return row(family.title, family.models, ", ".join(features), ", ".join(family.builders))
+
+
+def tower_row(family: TowerFamily) -> str:
+    return row(family.title, ", ".join(family.towers), ", ".join(family.layers))
 
 
 def name_rows() -> str:
@@ -143,7 +183,7 @@ def _works_with(refused: dict[str, list[str]]) -> str:
 
 def page() -> str:
     families = "".join(map(family_row, FAMILIES)) + NAMES_TOP + name_rows()
-    towers = INSIDE + textwrap.fill(", ".join(sorted(TOWERS)), width=120) + ".\n"
+    towers = INSIDE + "".join(map(tower_row, TOWERS))
     methods = METHODS_TOP + method_rows(mctf.methods())
     refused = "".join(row(reason, ", ".join(names)) for reason, names in REFUSED.items())
     return TOP + families + towers + methods + OUTPUTS + refused + BOTTOM

@@ -26,6 +26,7 @@ __all__ = [
     "PRODUCT",
     "REFERENCED",
     "by_pickle",
+    "drawn",
     "equal_tokens",
     "family_of",
     "make",
@@ -74,7 +75,11 @@ def run(model: nn.Module, images: Tensor) -> Tensor:
 def make(name: str, *, seed: int = 0, **features: Any) -> Any:
     """The model of this name in evaluation mode, its parameters drawn by `seed`; `features` add to its own."""
     family = _FAMILY_OF_NAME[name]
-    model = family.builders[name](**features)
+    return drawn(family.builders[name](**features), family, seed=seed)
+
+
+def drawn(model: nn.Module, family: Family, *, seed: int = 0) -> nn.Module:
+    """The model in evaluation mode, its parameters drawn by `seed` as its family wants them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for path, module in model.named_modules():

@@ -66,27 +66,6 @@ def test_masks_are_refused(name: str, argument: str) -> None:
     assert_refused(model, "takes no attention mask", lambda: block(tokens, **{argument: torch.ones(())}))
 
 
-def patches_of_two_sizes() -> dict[str, Tensor]:
-    """The output of NaFlex's loader for an image of 8 x 8 patches and one of 4 x 8, the rest padding."""
-    rows, columns = torch.meshgrid(torch.arange(8), torch.arange(8), indexing="ij")
-    coordinates = torch.stack([rows, columns], dim=-1).flatten(0, 1)
-    valid = torch.stack([torch.ones(64, dtype=torch.bool), torch.arange(64) < 32])
-    return {
-        "patches": torch.randn(2, 64, 8 * 8 * 3),
-        "patch_coord": coordinates.expand(2, -1, -1).where(valid[..., None], 0),
-        "patch_valid": valid,
-    }
-
-
-def test_images_of_several_sizes_are_refused() -> None:
-    model = make("naflex")
-    batch = patches_of_two_sizes()
-    plain = model(batch)
-    mctf.fuse(model, r=4)
-    assert_refused(model, "give images of one size as one tensor", lambda: model(batch))
-    assert torch.equal(mctf.unfuse(model)(batch), plain)
-
-
 @pytest.mark.parametrize("name", TIMM)
 @torch.no_grad()
 def test_timm_feature_extractors_work_fused(name: str) -> None:

@@ -25,8 +25,11 @@ class Wrapper(nn.Module):
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (nn.Linear(3, 3), "Linear is not a supported model: pass a Vision Transformer with global attention"),
-        (Wrapper(nn.Linear(3, 3)), "Wrapper is not a supported model: pass"),
+        (
+            nn.Linear(3, 3),
+            "torch.nn.modules.linear.Linear is not a supported model: pass a Vision Transformer with global attention",
+        ),
+        (Wrapper(nn.Linear(3, 3)), "hosts.test_unsupported.Wrapper is not a supported model: pass"),
         (None, "expected a torch.nn.Module, got NoneType: pass the model itself"),
         (nn.Linear, "expected a torch.nn.Module, got type: pass the model itself"),
         ("test_vit", "got str: create the model first, for example by timm.create_model('test_vit')"),
@@ -64,13 +67,18 @@ def test_families_that_cannot_be_fused(name: str, family: str, reason: str | Non
     assert_refused(model, text, lambda: mctf.fuse(model))
     assert_refused(model, "pass a Vision Transformer with global attention", lambda: mctf.plan(model))
     if reason is not None:
-        assert_refused(None, f"Wrapper cannot be fused, {reason}", lambda: mctf.fuse(Wrapper(model)))
+        name = f"{type(model).__module__}.{type(model).__name__}"
+        text = f"Wrapper cannot be fused, {reason}, which fused tokens cannot fill (backbone is a {name}): pass"
+        text = text if reason == WINDOWS else f"(backbone is a {name}): pass"
+        assert_refused(None, text, lambda: mctf.fuse(Wrapper(model)))
 
 
 def test_the_named_classes_exist() -> None:
     modules = [module for name, module in sys.modules.items() if name.startswith("timm.models.")]
     missing = {name for names in FAMILIES.values() for name in names if not any(hasattr(m, name) for m in modules)}
-    assert all(name.endswith(("Model", "VisionEncoder")) for name in missing), missing  # those of transformers
+    assert all(name.endswith(("Model", "VisionEncoder", "Backbone")) for name in missing), (
+        missing
+    )  # those of transformers
 
 
 @pytest.mark.parametrize(

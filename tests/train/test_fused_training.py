@@ -42,7 +42,7 @@ def test_every_parameter_has_a_gradient_and_the_loss_falls(name: str, method: st
     for _ in range(5):
         gradients(model, images)
         optimizer.step()
-    assert loss_of(model, images) < before / 2
+    assert loss_of(model, images) < 0.7 * before
 
 
 # Attention weights of the pooling carry no gradient, so the derivative is exact only for the other poolings.

@@ -11,6 +11,7 @@ from torch import nn
 from .._utils import first_line
 from ..core.flops import BlockShape
 from ..core.positions import TokenPositions
+from ..core.sequences import SequenceGroup, Sequences, packed_sequences, padded_sequences, real_tokens
 from ..errors import MctfError, shown
 from ..methods.base import BlockOps
 from ..stack import FusedStack
@@ -25,6 +26,8 @@ __all__ = [
     "BlockShape",
     "FusedStack",
     "Host",
+    "SequenceGroup",
+    "Sequences",
     "SoftmaxAttention",
     "TokenPositions",
     "check_whole",
@@ -32,6 +35,9 @@ __all__ = [
     "find_host",
     "linear_slice",
     "macs_per_token",
+    "packed_sequences",
+    "padded_sequences",
+    "real_tokens",
     "refuse_arguments",
     "register_host",
 ]
@@ -48,7 +54,9 @@ _HOSTS = {
     ("timm.models.vision_transformer_relpos", "VisionTransformerRelPos"): ("timm_relpos", "TimmRelPos"),
     ("timm.models.naflexvit", "NaFlexVit"): ("timm_naflex", "TimmNaFlex"),
     ("mctf.models.hf_images", "ImageModel"): ("hf", "HFVision"),
+    ("open_clip.transformer", "VisionTransformer"): ("open_clip", "OpenClipViT"),
 }
+_OPEN_CLIP = ("open_clip.model", "open_clip.coca_model")  # of the models around a VisionTransformer, their `visual`
 _REGISTERED: dict[type[nn.Module], HostFactory] = {}
 
 
@@ -87,7 +95,15 @@ def _factory_of(module: nn.Module) -> HostFactory | None:
             return _registered_host(cls)
         if (cls.__module__, cls.__name__) in _HOSTS:
             return _own_host(*_HOSTS[cls.__module__, cls.__name__])
+        if cls.__module__ in _OPEN_CLIP and _is_open_clip_vit(getattr(module, "visual", None)):
+            return _own_host("open_clip", "OpenClipViT")
     return _own_host("hf", "HFVision") if holds_tower(module) else None
+
+
+def _is_open_clip_vit(module: object) -> bool:
+    return any(
+        (cls.__module__, cls.__name__) == ("open_clip.transformer", "VisionTransformer") for cls in type(module).__mro__
+    )
 
 
 def _registered_host(cls: type[nn.Module]) -> HostFactory:

@@ -15,6 +15,7 @@ from ..core import attention
 from ..core.assignment import Assignment
 from ..core.attention import ReceivedAttention
 from ..core.flops import BlockShape
+from ..core.sequences import SequenceGroup, Sequences
 from ..errors import MctfError
 from ..stack import FusedStack, StackHost
 
@@ -88,6 +89,19 @@ class Host(StackHost):
 
     def arguments(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         return refuse_arguments(*args, **kwargs)
+
+    def has_sequences(self, arguments: Mapping[str, Any]) -> bool:
+        """False by default: one sequence per image, and no padding."""
+        return False
+
+    def sequences(self, x: Tensor, arguments: Mapping[str, Any]) -> Sequences:
+        raise NotImplementedError
+
+    def call_whole(self, block: nn.Module, x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        return self.ops(block, arguments, None).plain(x)
+
+    def sequence_arguments(self, arguments: Mapping[str, Any], group: SequenceGroup) -> Mapping[str, Any]:
+        raise NotImplementedError
 
 
 def refuse_arguments(*args: object, **kwargs: object) -> Mapping[str, Any]:

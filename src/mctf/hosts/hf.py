@@ -1,40 +1,33 @@
-"""Vision towers of transformers: ViT, DeiT, BEiT, DINOv2, DINOv3, CLIP, SigLIP and ViTMAE encoders.
+"""Vision towers of transformers, alone or inside a larger model: the families of `hf_towers.FAMILIES`.
 
 The tower is fused inside the model that holds it; text towers, heads and decoders are unchanged. A model of
 transformers iterates over its layers and reads every token afterwards, so it gets one token per input token. Towers are
 identified by class name, so that transformers is not imported.
 """
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..core.flops import NORM, BlockShape
 from ..core.positions import TokenPositions
+from ..core.sequences import SequenceGroup, Sequences
 from ..errors import MctfError
 from ..fusion_record import KEY
 from ..stack import FusedStack
-from ._inspect import count_on_meta, macs_per_token
 from .base import Architecture, Host
-from .hf_layers import LayerOps, PositionedLayerOps, check_layer, ops_class, parts_of
+from .hf_cost import cost_around_layers, default_size, layer_shape
+from .hf_layers import LayerOps, PositionedLayerOps, check_layer
 from .hf_patch import BoundLayer, CallCheck, FusedSaving, LayerForward, parameter_names
+from .hf_sequences import SequenceLayerOps
+from .hf_towers import LAYERS, TITLES, TOWERS, ops_class
 from .patch_embed import MatmulPatchEmbed, is_patch_convolution
 
-# The classes that embed images and run the layers. Heads are around them, a text tower may be beside them.
-TOWERS = frozenset(
-    [
-        *("ViTModel", "DeiTModel", "ViTMAEModel", "BeitModel", "BeitBackbone"),
-        *("Dinov2Model", "Dinov2Backbone", "Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
-        *("DINOv3ViTModel", "DINOv3ViTBackbone"),
-        *("CLIPVisionModel", "SiglipVisionModel", "Siglip2VisionModel"),
-        *("CLIPVisionTransformer", "SiglipVisionTransformer", "Siglip2VisionTransformer"),  # before version 5.8
-    ]
+_CONTAINERS = (
+    *("layers", "encoder.layer", "encoder.layers", "model.layer", "layer"),
+    *("transformer.layers", "blocks"),  # Pixtral, Qwen
 )
-_CONTAINERS = ("layers", "encoder.layer", "encoder.layers", "model.layer", "layer")
 # layer arguments independent of the tokens
 _IGNORED = frozenset(["output_hidden_states", "return_dict", "use_cache", "num_items_in_batch"])
 _REFUSED_AROUND = ("output_attentions",)  # a model around the tower may take the mask of a text
@@ -99,7 +92,8 @@ class HFVision(Host):
         container = _container_name(tower)
         layers = tower.get_submodule(container)
         for index, layer in layers.named_children():
-            check_layer(".".join(filter(None, (name, container, index))), layer)
+            path = ".".join(filter(None, (name, container, index)))
+            check_layer(path, layer, supported=LAYERS, families=f"one of {TITLES}")
         if len(list(layers.children())) < len(layers._modules):
             raise MctfError(f"a layer occurs twice in {container}: give each place a layer of its own (copy.deepcopy)")
         kind = type(next(layers.children()))
@@ -150,10 +144,15 @@ class HFVision(Host):
         """The convolutions that embed patches, each with its parent module and its name there."""
         return [
             (owner, name, part)
-            for owner in self.tower.embeddings.modules()
+            for owner in (self.embeddings.modules() if hasattr(self.tower, "embeddings") else (self.tower,))
             for name, part in owner.named_children()
             if isinstance(part, nn.Conv2d)
         ]
+
+    @property
+    def embeddings(self) -> Any:
+        """The module with class token and registers: the tower itself where it has none of its own."""
+        return getattr(self.tower, "embeddings", self.tower)
 
     @property
     def in_tuple(self) -> bool:
@@ -165,20 +164,15 @@ class HFVision(Host):
         prepared = getattr(self.model, "pretrained_cfg", {}).get("input_size")
         if prepared is not None:  # the config of DINOv2 names larger images than its preprocessing
             return prepared[1], prepared[2]
-        config = self.tower.config
-        size = getattr(config, "image_size", None)
-        if size is None:  # SigLIP 2 takes patches of any grid; its positions are those of a square one
-            size = int(config.num_patches**0.5) * config.patch_size
-        height, width = (size, size) if isinstance(size, int) else size
-        return height, width
+        return default_size(self.tower.config)
 
     @property
     def class_token(self) -> bool:
-        return any(hasattr(self.tower.embeddings, name) for name in ("cls_token", "class_embedding"))
+        return any(hasattr(self.embeddings, name) for name in ("cls_token", "class_embedding"))
 
     @property
     def protected(self) -> int:
-        embeddings = self.tower.embeddings
+        embeddings = self.embeddings
         registers = getattr(embeddings, "register_tokens", None)
         more = int(hasattr(embeddings, "distillation_token")) + (0 if registers is None else registers.shape[1])
         return int(self.class_token) + more
@@ -202,84 +196,30 @@ class HFVision(Host):
     def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> LayerOps:
         return ops_class(self.layer)(block, arguments, positions, prefix=self.protected)
 
-    def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
-        """The cost of the whole model where it takes images alone, else of its vision tower.
+    def has_sequences(self, arguments: Mapping[str, Any]) -> bool:
+        kind = ops_class(self.layer)
+        return issubclass(kind, SequenceLayerOps) and kind.has_sequences(arguments)
 
-        Layers are counted by their shapes. Heads and decoders are many, so the model around the layers runs once on
-        the meta device, with layers that return their tokens unchanged.
-        """
-        size = image_size or self.image_size
-        model: Any = self.model if getattr(self.model, "main_input_name", None) == "pixel_values" else self.tower
-        token_counts: list[int] = []
-        empty, inputs = _copy_on_meta(model, self, token_counts), _meta_inputs(model, self, size)
-        try:
-            _, around = count_on_meta(empty, lambda empty: empty(**inputs))
-        except (ValueError, RuntimeError) as refusal:
-            raise MctfError(f"the model does not take {size[0]}x{size[1]} images: {refusal}") from None
+    def sequences(self, x: Tensor, arguments: Mapping[str, Any]) -> Sequences:
+        kind = ops_class(self.layer)
+        return kind.sequences(x, arguments) if issubclass(kind, SequenceLayerOps) else super().sequences(x, arguments)
+
+    def sequence_arguments(self, arguments: Mapping[str, Any], group: SequenceGroup) -> Mapping[str, Any]:
+        kind = ops_class(self.layer)
+        return kind.group_arguments(arguments, group) if issubclass(kind, SequenceLayerOps) else arguments
+
+    def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
+        """The cost of the whole model where it takes images alone, else of its vision tower."""
+        tokens, around = cost_around_layers(
+            self.model, self.tower, self.container, image_size or self.image_size, in_tuple=self.in_tuple
+        )
         return Architecture(
             name=type(self.model).__name__,
-            tokens=token_counts[0],
+            tokens=tokens,
             protected=self.protected,
-            blocks=tuple(_block_shape(layer) for layer in self.container.children()),
+            blocks=tuple(layer_shape(layer) for layer in self.container.children()),
             stem=around,
             head=0,  # the part after the layers reads every token, so its cost does not depend on the fusion
             head_per_token=0,
             reads_every_token=True,
         )
-
-
-def _block_shape(layer: nn.Module) -> BlockShape:
-    parts = parts_of(layer)
-    modules = [step for step in parts.mlp if isinstance(step, nn.Module)]
-    return BlockShape(
-        channels=parts.config.hidden_size,
-        attention=parts.heads * parts.head_size,
-        heads=parts.heads,
-        mlp=macs_per_token(*modules),
-        norms=macs_per_token(parts.norm1) // NORM,
-    )
-
-
-def _meta_inputs(model: Any, host: HFVision, image_size: tuple[int, int]) -> dict[str, Any]:
-    config, parameters = host.tower.config, parameter_names(type(model).forward)
-    height, width = image_size
-    pixels = torch.empty(1, getattr(config, "num_channels", 3), height, width, dtype=torch.float32, device="meta")
-    if "spatial_shapes" in parameters:  # SigLIP 2 takes the pixels of patches and their grid
-        rows, columns = height // config.patch_size, width // config.patch_size
-        patches = pixels.new_empty(1, rows * columns, pixels.shape[1] * config.patch_size**2)
-        grid = torch.tensor([[rows, columns]])
-        return {"pixel_values": patches, "pixel_attention_mask": None, "spatial_shapes": grid}
-    interpolates = image_size != host.image_size and "interpolate_pos_encoding" in parameters
-    return {"pixel_values": pixels} | ({"interpolate_pos_encoding": True} if interpolates else {})
-
-
-def _copy_on_meta(model: nn.Module, host: HFVision, token_counts: list[int]) -> nn.Module:
-    """A copy on the meta device whose layers append the number of their tokens and return them unchanged."""
-
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        token_counts.append(x.shape[1])
-        return (x,) if host.in_tuple else x
-
-    layers = [host.layer.__new__(host.layer) for _ in range(host.depth)]  # transformers checks the class
-    for layer in layers:
-        nn.Module.__init__(layer)
-        layer.forward = forward
-    memo: dict[int, Any] = {id(tensor): _empty(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    memo[id(host.container)] = nn.ModuleList(layers)
-    if hasattr(host.tower, "rope_embeddings"):
-        memo[id(host.tower.rope_embeddings)] = _NoPositions()  # free of multiply-adds; autocast rejects the meta device
-    empty = copy.deepcopy(model, memo)
-    for module in empty.modules():
-        vars(module).pop("_output_capturing_hooks_installed", None)  # the new layers have no hooks yet
-    return empty
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-
-
-class _NoPositions(nn.Module):
-    def forward(self, pixels: Tensor) -> None:
-        return None

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from helpers.families.backbones import Backbones
 from helpers.families.base import CLASSES, DEPTH, Family
 from helpers.families.hf import Hf
+from helpers.families.open_clip import OpenClip
 from helpers.families.own import Own
 from helpers.families.timm_beit import TimmBeit
 from helpers.families.timm_cait import TimmCait
@@ -17,6 +18,8 @@ __all__ = ["CLASSES", "DEPTH", "FAMILIES", "Family"]
 
 # The first family that includes a model counts, so a family of subclasses comes first.
 FAMILIES: tuple[Family, ...] = (Backbones(), TimmViT(), TimmEva(), TimmBeit(), TimmCait(), TimmNaFlex(), TimmRelPos())
+if find_spec("open_clip") is not None:
+    FAMILIES = (OpenClip(), *FAMILIES)  # its class has the name of timm's
 if find_spec("transformers") is not None:
     FAMILIES += (Hf(),)
 FAMILIES += (Own(),)

@@ -16,6 +16,7 @@ SIZES = {"hidden_size": 48, "num_attention_heads": 3, "image_size": 64, "patch_s
 MLP = {"intermediate_size": 96}
 BEIT = {**MLP, "use_relative_position_bias": True, "drop_path_rate": 0.0}
 DINOV3 = {**MLP, "num_register_tokens": 4, "key_bias": True, "use_gated_mlp": True, "pos_embed_rescale": None}
+INTERNVL = {**MLP, "image_size": [64, 64], "patch_size": [8, 8], "use_qk_norm": True, "use_mean_pooling": False}
 TOWERS = ("vit", "deit", "beit", "dinov2", "vision_model")
 NORMS = ("layernorm", "norm", "post_layernorm")
 
@@ -42,7 +43,7 @@ def _classifier(kind: str, config: str, **features: Any) -> Callable[..., nn.Mod
 
 class Hf(Family):
     title = "Hugging Face transformers"
-    models = "ViT, DeiT, BEiT, DINOv2 with and without registers, DINOv3, CLIP, SigLIP, ViTMAE"
+    models = "ViT, DeiT, BEiT, DINOv2 with and without registers, DINOv3, CLIP, SigLIP, BLIP-2, InternVL, ViTMAE"
     classes = ("PreTrainedModel",)
     builders: ClassVar[Mapping[str, Callable[..., nn.Module]]] = {
         "hf_vit": _classifier("ViTForImageClassification", "ViTConfig", **MLP),
@@ -67,6 +68,8 @@ class Hf(Family):
             build, "CLIPVisionModelWithProjection", "CLIPVisionConfig", **MLP, projection_dim=32, attention="eager"
         ),
         "hf_siglip": partial(build, "SiglipVisionModel", "SiglipVisionConfig", **MLP),
+        "hf_blip_2": partial(build, "Blip2VisionModel", "Blip2VisionConfig", **MLP),
+        "hf_internvl": partial(build, "InternVLVisionModel", "InternVLVisionConfig", **INTERNVL),
         "hf_mae": partial(build, "ViTMAEModel", "ViTMAEConfig", **MLP, mask_ratio=0.25),
     }
     chosen = ("hf_vit", "hf_beit_shared", "hf_dinov3")  # one per class of layer operations
@@ -141,6 +144,8 @@ class Hf(Family):
                 return model.classifier(first if norm is None else norm(rest.mean(dim=1)))
             case "Dinov2ForImageClassification":
                 return model.classifier(torch.cat([first, rest.mean(dim=1)], dim=1))
+            case "Blip2VisionModel":
+                return self.tower(model).post_layernorm(first)
             case "CLIPVisionModelWithProjection":
                 return model.visual_projection(self.tower(model).post_layernorm(first))
             case "SiglipVisionModel":

@@ -29,15 +29,25 @@ class Layer(Pieces):
         return part(self.block, "layernorm_before", "norm1", "layer_norm1")(x)
 
     def queries_keys(self, read: Tensor, cover: Cover) -> tuple[Tensor, Tensor]:
-        q, k = part(self.inner, "q_proj", "query"), part(self.inner, "k_proj", "key")
-        return heads_of(q(read), self.heads), heads_of(k(read), self.heads)
+        q, k = self.projected(0, read, "q_proj", "query"), self.projected(1, read, "k_proj", "key")
+        if hasattr(self.inner, "q_norm"):  # InternVL's, of all heads together
+            q, k = self.inner.q_norm(q), self.inner.k_norm(k)
+        return heads_of(q, self.heads), heads_of(k, self.heads)
 
     def values(self, read: Tensor) -> Tensor:
-        return heads_of(part(self.inner, "v_proj", "value")(read), self.heads)
+        return heads_of(self.projected(2, read, "v_proj", "value"), self.heads)
+
+    def projected(self, number: int, read: Tensor, *names: str) -> Tensor:
+        """q, k or v, of which BLIP has one matrix."""
+        if not hasattr(self.inner, "qkv"):
+            return part(self.inner, *names)(read)
+        return self.inner.qkv(read).unflatten(-1, (3, -1))[..., number, :]
 
     def add_attention(self, x: Tensor, context: Tensor) -> Tensor:
         split = self.attn is not self.inner
-        project = self.attn.output.dense if split else part(self.attn, "o_proj", "out_proj")
+        project = (
+            self.attn.output.dense if split else part(self.attn, "o_proj", "out_proj", "projection_layer", "projection")
+        )
         return x + self.scaled(project(context), "layer_scale1", "lambda_1")
 
     def add_mlp(self, x: Tensor) -> Tensor:
