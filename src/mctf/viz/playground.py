@@ -7,6 +7,7 @@ Its address holds the settings.
 import base64
 import html
 import io
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -121,6 +122,9 @@ def build(
             inspection = inspector.inspect(image, model=model, fusions=fusions, batch=int(batch))
         except MctfError as failure:
             return _error(failure), gradio.skip()
+        except Exception as failure:  # what nobody foresaw is a line in the page as well
+            logging.getLogger(__name__).exception("the playground failed")
+            return _error(f"unexpected {type(failure).__name__}: this is a defect of mctf, please report it"), gradio.skip()
         return render(inspection, block=block), gradio.update(maximum=depth - 1, value=block)
 
     def restore(request: Any) -> list[Any]:
@@ -162,8 +166,8 @@ def build(
             elem_classes="mctf-head",
         )
         with gradio.Row():
-            with gradio.Column(scale=1, min_width=200):
-                upload = gradio.File(label="Your photograph", show_label=False, file_count="single", type="filepath", height=110)
+            with gradio.Column(scale=1, min_width=230):
+                upload = gradio.File(label="Your photograph", show_label=False, file_count="single", type="filepath", height=132)
                 gallery = gradio.Gallery(
                     value=[_thumbnail(path) for path in files.values()],
                     label="Photographs to pick from",
@@ -179,15 +183,15 @@ def build(
                 )
                 model = gradio.Dropdown(names, value=names[0], label="Model")
                 with gradio.Row():
-                    first = gradio.Dropdown(methods, value=_METHODS[0], label="Method", min_width=90)
-                    second = gradio.Dropdown(methods, value=_METHODS[1], label="beside", min_width=90)
-                flops = gradio.Slider(_LOWEST, 1, BUDGET, step=0.01, label="Budget: share of the FLOPs to keep", buttons=[])
+                    first = gradio.Dropdown(methods, value=_METHODS[0], label="Method", min_width=130)
+                    second = gradio.Dropdown(methods, value=_METHODS[1], label="beside", min_width=130)
+                flops = gradio.Slider(_LOWEST, 1, BUDGET, step=0.01, label="Budget: FLOPs to keep", buttons=[])
                 batch = gradio.Radio(list(BATCHES), value=BATCHES[-1], label="Images per timed pass")
             with gradio.Column(scale=3, min_width=440):
                 last = inspector.depth(names[0]) - 1
                 block = gradio.Slider(0, last, last, step=1, label="Patches after block", buttons=[])
-                notice = gradio.HTML(visible=False)
-                result = gradio.HTML(min_height=320)
+                notice = gradio.HTML(visible=False, apply_default_css=False)
+                result = gradio.HTML(min_height=320, apply_default_css=False)
         photo = gradio.State(next(iter(files), None))
 
         settings = [photo, model, first, second, flops, batch]
@@ -262,8 +266,8 @@ def _data_address(picture: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
-def _error(failure: MctfError) -> str:
-    return f'<p class="mctf-error" role="alert">{html.escape(str(failure))}</p>'
+def _error(message: object) -> str:
+    return f'<p class="mctf-error" role="alert">{html.escape(str(message))}</p>'
 
 
 def _thumbnail(path: Path) -> tuple[Image.Image, str]:
