@@ -34,6 +34,7 @@ def test_the_address_holds_every_setting() -> None:
         ({"flops": "many"}, "flops='many' is no share"),
         ({"flops": "nan"}, "is no share"),
         ({"flops": "7"}, "is no share"),
+        ({"flops": "0.1"}, "the address has flops=0.1: choose a share from 0.2 to 1"),
         ({"batch": "3"}, "the address has batch=3: choose from 1, 8"),
         ({"batch": "0"}, "the address has batch=0"),
         ({"block": "-1"}, "the address has block='-1'"),

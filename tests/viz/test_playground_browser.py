@@ -65,7 +65,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     log = folder / "connections"
     arguments = [sys.executable, "-c", SERVER, log, "playground", "--port", port, "--threads", 1]
     with (folder / "stderr").open("wb") as errors:
-        process = subprocess.Popen(list(map(str, arguments)), cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            list(map(str, arguments)), cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
         try:
             line = process.stdout.readline()
             assert f"http://127.0.0.1:{port}" in line, (folder / "stderr").read_text()
@@ -187,8 +189,8 @@ def test_errors_are_lines_in_the_page(server, browser, tmp_path) -> None:
     (tmp_path / "notes.png").write_text("no picture")
     seen.page.locator("input[type=file]").first.set_input_files(tmp_path / "notes.png")
     seen.until(lambda: "notes.png is not a readable image (unknown image format)" in seen.page.inner_text("body"), True)
-    impossible = Visit(browser, f"{address}?batch=1&flops=0.02")
-    assert "cannot keep as little as 0.02 of this model's FLOPs" in impossible.error()
+    impossible = Visit(browser, f"{address}?batch=1&flops=0.2")
+    assert "cannot keep as little as 0.2 of this model's FLOPs" in impossible.error()
     for each in (seen, impossible):
         assert "Traceback" not in each.page.inner_text("body")
         assert str(tmp_path) not in each.page.inner_text("body")

@@ -7,7 +7,7 @@ Axes: B images, 3 H W.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..evaluation.timing import time_interleaved
 from ..models.class_names import class_labels
 from ..models.loading import copy_sharing_weights
 from ..planning import Plan, ScheduleSource, plan
-from .contact_sheet import choose_blocks, contact_sheet
+from .contact_sheet import Panel, choose_blocks, contact_sheet, panels
 from .fused_patches import open_image
 
 WARMUP = 2
@@ -160,6 +160,19 @@ class Demonstration:
         """A contact sheet of all photographs."""
         blocks = choose_blocks(None, len(self.plan.reductions))
         return contact_sheet(self.fused, list(self.pixels), self.preprocessing, blocks=blocks, after_image=after_image)
+
+    def strip(self, *, side: int | None = None) -> list[Panel]:
+        """The first photograph, its patches half-way and after the last block.
+
+        side: of the square pictures in pixels, which then have no borders; None for pictures with borders.
+        """
+        depth = len(self.plan.reductions)
+        scale = 2 if side is None else 1
+        blocks = (depth // 2, depth - 1)
+        row = panels(self.fused, self.pixels[0], self.preprocessing, blocks=blocks, scale=scale, borders=side is None)
+        if side is None:
+            return row
+        return [replace(panel, picture=panel.picture.resize((side, side), Image.Resampling.BOX)) for panel in row]
 
 
 def _top1(output: Output, words: Sequence[str]) -> list[tuple[str, float]]:

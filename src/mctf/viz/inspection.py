@@ -130,9 +130,7 @@ class Inspector:
             copies = pixels.repeat(batch, 1, 1, 1)
             passes = [partial(each, copies) for each in (plain, *(each for each, _ in fused))]
             forwards = dict(zip(map(str, range(len(passes))), passes, strict=True))  # a method may be there twice
-            timings = list(
-                time_interleaved(forwards, device=self.device, rounds=self._rounds, warmup=_WARMUP).values()
-            )
+            timings = list(time_interleaved(forwards, device=self.device, rounds=self._rounds, warmup=_WARMUP).values())
         labels = class_labels(plain) if getattr(plain, "num_classes", 0) else ()
         reference = outputs[0].logits
         own = plan(plain, r=0)

@@ -31,7 +31,7 @@ from .inspection import Fusion, Inspection, Inspector, training_free
 
 BUDGET = 0.56
 BATCHES = (1, 8)
-_LOWEST = 0.2
+LOWEST = 0.2
 _METHODS = ("ward", "mctf")
 _LIMITS = ReadLimits(max_bytes=2**25, max_pixels=50_000_000)
 _KEPT_SECONDS = 3600  # that an uploaded file stays on the disk
@@ -76,6 +76,8 @@ class Settings:
                 values[name] = query[name]
         if "flops" in query:
             values["flops"] = parse_flops(query["flops"])
+            if values["flops"] < LOWEST:
+                raise MctfError(f"the address has flops={values['flops']}: choose a share from {LOWEST} to 1")
         for name, most in (("batch", BATCHES[-1]), ("block", 1000)):
             if name in query:
                 text = query[name]
@@ -124,7 +126,9 @@ def build(
             return _error(failure), gradio.skip()
         except Exception as failure:  # what nobody foresaw is a line in the page as well
             logging.getLogger(__name__).exception("the playground failed")
-            return _error(f"unexpected {type(failure).__name__}: this is a defect of mctf, please report it"), gradio.skip()
+            return _error(
+                f"unexpected {type(failure).__name__}: this is a defect of mctf, please report it"
+            ), gradio.skip()
         return render(inspection, block=block), gradio.update(maximum=depth - 1, value=block)
 
     def restore(request: Any) -> list[Any]:
@@ -140,7 +144,7 @@ def build(
         block = last if settings.block is None else min(settings.block, last)
         index = list(files).index(settings.photo) if settings.photo else None
         return [
-            settings.photo,
+            settings.photo or "",
             gradio.update(selected_index=index),
             settings.model,
             settings.first,
@@ -167,7 +171,9 @@ def build(
         )
         with gradio.Row():
             with gradio.Column(scale=1, min_width=230):
-                upload = gradio.File(label="Your photograph", show_label=False, file_count="single", type="filepath", height=132)
+                upload = gradio.File(
+                    label="Your photograph", show_label=False, file_count="single", type="filepath", height=132
+                )
                 gallery = gradio.Gallery(
                     value=[_thumbnail(path) for path in files.values()],
                     label="Photographs to pick from",
@@ -185,14 +191,14 @@ def build(
                 with gradio.Row():
                     first = gradio.Dropdown(methods, value=_METHODS[0], label="Method", min_width=130)
                     second = gradio.Dropdown(methods, value=_METHODS[1], label="beside", min_width=130)
-                flops = gradio.Slider(_LOWEST, 1, BUDGET, step=0.01, label="Budget: FLOPs to keep", buttons=[])
+                flops = gradio.Slider(LOWEST, 1, BUDGET, step=0.01, label="Budget: FLOPs to keep", buttons=[])
                 batch = gradio.Radio(list(BATCHES), value=BATCHES[-1], label="Images per timed pass")
             with gradio.Column(scale=3, min_width=440):
                 last = inspector.depth(names[0]) - 1
                 block = gradio.Slider(0, last, last, step=1, label="Patches after block", buttons=[])
                 notice = gradio.HTML(visible=False, apply_default_css=False)
                 result = gradio.HTML(min_height=320, apply_default_css=False)
-        photo = gradio.State(next(iter(files), None))
+        photo = gradio.Textbox(next(iter(files), ""), visible="hidden", label="photograph")
 
         settings = [photo, model, first, second, flops, batch]
         quiet: dict[str, Any] = {"api_visibility": "private"}
@@ -212,13 +218,15 @@ def build(
         gradio.on(changed, lambda: gradio.update(visible=False), None, notice, **quiet)
         gradio.on(changed, **inspect).then(**address)
         gallery.select(pick, None, [photo, upload], **quiet).then(**inspect).then(**address)
-        unnamed = upload.upload(lambda: (None, gradio.update(selected_index=None)), None, [photo, gallery], **quiet)
+        unnamed = upload.upload(lambda: ("", gradio.update(selected_index=None)), None, [photo, gallery], **quiet)
         unnamed.then(**inspect).then(**address)
         block.input(**address)
     return page
 
 
-def serve(page: Any, *, host: str | None = None, port: int | None = None, wait: bool = True, browser: bool = False) -> str:
+def serve(
+    page: Any, *, host: str | None = None, port: int | None = None, wait: bool = True, browser: bool = False
+) -> str:
     """Serve a page of `build` and return its address; the settings keep gradio from using the network.
 
     host: 127.0.0.1 by default, or GRADIO_SERVER_NAME. port: the first free one from 7860 on by default.
