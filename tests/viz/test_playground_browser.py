@@ -134,7 +134,7 @@ def test_a_photograph_is_dropped_and_the_settings_are_shared(server, browser, tm
     unfused, ward, paper = seen.cards()
     assert (unfused.split()[0], ward.split()[0], paper.split()[0]) == ("unfused", "ward", "mctf")
     assert "56 %" in ward
-    assert re.search(r"Time\s+[\d.]+ ms\s+[\d.]+×", ward)
+    assert re.search(r"Time\s+[\d.]+ ms\s+[\d.]+\W", ward)
     assert re.search(r"KL\s+\d+\.\d{4}\s+(same|other) answer", ward)
     assert len(re.findall(r"\d\.\d %", ward)) == 5, "the five likeliest classes"
 

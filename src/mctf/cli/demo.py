@@ -15,7 +15,6 @@ from .progress import Command, progress
 if TYPE_CHECKING:
     from ..core.schedule import ReductionSpec
     from ..evaluation.fidelity import Fidelity
-    from ..viz.contact_sheet import Panel
     from ..viz.demo import Demonstration, Prediction, Speed
 
 _METHOD, _FLOPS = "ward", 0.56
@@ -129,10 +128,10 @@ def _show_picture(demonstration: "Demonstration") -> None:
     if protocol is Protocol.BLOCKS and width() >= 3 * side + 4:
         row = demonstration.strip(side=side)
         texts = [encode(panel.picture, protocol, lines=_PICTURE_LINES).splitlines() for panel in row]
-        click.echo("\n".join("  ".join(parts) for parts in zip(*texts, strict=True)))
+        click.echo("\n".join("  ".join(parts) for parts in zip(*texts, strict=True)), color=True)
         click.echo("  ".join(panel.caption.center(side) for panel in row).rstrip() + "\n")
     elif protocol in (Protocol.KITTY, Protocol.ITERM, Protocol.SIXEL):
-        click.echo(encode(make_sheet([demonstration.strip()]), protocol, lines=_PICTURE_LINES))
+        click.echo(encode(make_sheet([demonstration.strip()]), protocol, lines=_PICTURE_LINES), color=True)
 
 
 def _answers_text(predictions: list["Prediction"], *, fused: str, source: str) -> str:

@@ -61,7 +61,8 @@ class Result:
     """One model on one image.
 
     name: "unfused", or the method. gflops, share: the plan's account, and its share of the unfused model's.
-    speedup: over the unfused model, in the same rounds. agrees, kl: against the unfused model; None without a classifier.
+    speedup: over the unfused model, in the same rounds. agrees, kl: against the unfused
+    model; None without a classifier.
     answers: the likeliest classes first. token_counts, frames: tokens and the picture after every block.
     """
 

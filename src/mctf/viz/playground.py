@@ -52,7 +52,7 @@ _ADDRESS = """(photo, model, first, second, flops, batch, block) => {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the address of the page holds. photo: a sample's name, None for an uploaded one. block: None for the last."""
+    """What the address of the page holds. photo: None for an uploaded one. block: None for the last."""
 
     model: str
     photo: str | None = None
