@@ -1,6 +1,9 @@
 """The parts of the playground that need no server: its address, its HTML, its errors."""
 
+import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from mctf.viz import playground
 from mctf.viz.inspection import Fusion, Inspector
 from mctf.viz.playground import Settings, render
 
+SPACE = Path(__file__).resolve().parents[2] / "examples" / "space"
 CHOICES = {"models": ["embedded", "test_vit"], "photos": ["chelsea", "coffee"], "methods": ["ward", "mctf", "tome"]}
 
 
@@ -73,3 +77,20 @@ def test_without_gradio_the_extra_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(MctfError, match=r"pip install 'mctf\[playground\]'"):
         playground.build({"test_vit": create("test_vit")})
+
+
+def test_the_space_names_the_gradio_that_is_pinned() -> None:
+    header = (SPACE / "README.md").read_text(encoding="utf-8").split("---\n")[1]
+    facts = dict(line.split(": ", 1) for line in header.splitlines())
+    assert facts["sdk"] == "gradio"
+    assert f"gradio=={facts['sdk_version']}" in (SPACE.parents[1] / "constraints.txt").read_text().split()
+    assert (SPACE / facts["app_file"]).is_file()
+    assert len(facts["short_description"]) <= 60, "a limit of the hub"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("gradio") is None, reason="gradio is not installed: pip install 'mctf[playground]'")
+def test_the_space_builds_the_page() -> None:
+    code = f"import runpy; print(type(runpy.run_path({str(SPACE / 'app.py')!r})['page']).__name__)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "Blocks\n", result.stderr
