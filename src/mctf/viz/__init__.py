@@ -1,1 +1,1 @@
-"""Pictures of fused patches, contact sheets, plots over cost, the content of `mctf demo`, the page of the playground."""
+"""Pictures of fused patches, contact sheets, plots over cost; the content of the demo, the page of the playground."""
