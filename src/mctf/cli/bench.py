@@ -16,6 +16,7 @@ from .options import (
     NAMES,
     REDUCTIONS,
     Parsed,
+    blocks_option,
     budgets_option,
     calibration_option,
     device_option,
@@ -76,6 +77,7 @@ Examples:
 @click.option("-r", "reductions", type=REDUCTIONS, help="Tokens to fuse per block: 16,0.35,fast; 16 by default.")
 @budgets_option
 @schedule_option
+@blocks_option
 @click.option("--method", "-m", "methods", type=NAMES, help="Methods to time; mctf,mctf_exact,tome by default.")
 @click.option(
     "--batch",
@@ -115,6 +117,7 @@ def command(
     reductions: list["ReductionSpec"] | None,
     budgets: list[float] | None,
     schedule: Path | None,
+    blocks: tuple[int, ...] | None,
     methods: list[str] | None,
     batches: list[int],
     trim_last: bool | None,
@@ -160,7 +163,7 @@ def command(
         if training or compiled or dtype != "float32" or device_name not in (None, "cpu"):
             raise MctfError("exported models run on the CPU: leave out --training, --compile, --dtype and --device")
         if any(files) and not (
-            all(files) and not any((reductions, budgets, schedule, methods, formats, weights, precisions))
+            all(files) and not any((reductions, budgets, schedule, blocks, methods, formats, weights, precisions))
         ):
             raise MctfError(
                 "exported files are timed as they are: give files alone, without -r, --method, --format or --precision"
@@ -168,6 +171,8 @@ def command(
         given: list[dict[str, Any]] = [{"r": r} for r in reductions or ()]
         given += [{"flops": budget} for budget in budgets or ()]
         given += [] if schedule is None else [{"schedule": schedule}]
+        if blocks is not None:
+            given = [amount | {"blocks": blocks} for amount in given or [{}]]
         quantized = quantized_precisions(precisions, dtype)
         if "fp8" in quantized:
             raise MctfError("--format times models on the CPU, where fp8 is no faster: choose --precision fp32,int8")
@@ -217,7 +222,7 @@ def command(
             None if saved else name,
             r=amount["r"],
             flops=amount.get("flops"),
-            blocks=None,
+            blocks=blocks,
             schedule=saved,
             options={},
         )
@@ -242,6 +247,7 @@ def command(
                 compiled=mode if compiled else None,
                 rounds=rounds,
                 training=precision if training else None,
+                blocks=blocks,
                 trim_last=trim_last,
                 precisions=tuple(quantized),
                 **amount,

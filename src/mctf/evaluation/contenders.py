@@ -48,6 +48,7 @@ class BenchmarkConfig:
     """What is timed: methods with one r, at one batch and image size.
 
     flops, schedule: in place of r, a share of the baseline's FLOPs, or a schedule with its method.
+    blocks: that fuse, by default those of the method.
     trim_last: as for `mctf.fuse`, for all methods; the free-drop upper bound, too, where its last block drops nothing.
     precisions: in which baseline and methods are timed as well, see `mctf.quantize`.
     """
@@ -60,6 +61,7 @@ class BenchmarkConfig:
     rounds: int = 7
     training: torch.dtype | None = None  # forward and backward under autocast to this dtype; None for forward alone
     flops: float | None = None
+    blocks: tuple[int, ...] | None = None
     schedule: Schedule | None = None
     trim_last: bool | None = None
     precisions: tuple[str, ...] = ()
@@ -75,17 +77,19 @@ class BenchmarkConfig:
         """How much is fused, for a title."""
         if self.schedule is not None:
             return f"a schedule of {self.schedule.method}"
-        return f"r={self.r}" if self.flops is None else f"flops={self.flops:g}"
+        amount = f"r={self.r}" if self.flops is None else f"flops={self.flops:g}"
+        return amount if self.blocks is None else f"{amount} in blocks {','.join(map(str, self.blocks))}"
 
     def reduction(self, model: nn.Module, method: str) -> dict[str, Any]:
         """r, trim_last and the options of a method, as `fuse` and `plan` take them."""
         if self.schedule is not None:  # the upper bound drops as many tokens
             options = self.schedule.options if method == self.schedule.method else {}
             return {"r": self.schedule.r, "trim_last": self.trim_last, **options}
-        request = FusionRequest.of(method, r=self.r, flops=self.flops, blocks=None, schedule=None, options={})
+        request = FusionRequest.of(method, r=self.r, flops=self.flops, blocks=self.blocks, schedule=None, options={})
         host = find_host(model)
         setting = request.resolve(host, host.architecture(self.image_size), trim_last=self.trim_last)
-        return {"r": setting.r, "trim_last": self.trim_last}
+        blocks = None if isinstance(setting.r, tuple) else setting.blocks  # a solved r may name every block itself
+        return {"r": setting.r, "blocks": blocks, "trim_last": self.trim_last}
 
     @property
     def uses_cuda_graphs(self) -> bool:

@@ -1,6 +1,6 @@
 """Two models whose weights come with the package, both with the 200 classes of Tiny-ImageNet.
 
-`embedded` is DeiT-Tiny at 224 x 224 pixels. The matrices of its blocks are packed as int8, one scale per output channel.
+`embedded` is DeiT-Tiny at 224 x 224 pixels. The matrices of its blocks are packed as int8, with a scale per row.
 `embedded_small` takes 64 x 64 pixels: a small convolutional stem gives one token per 4 x 4 pixels, 257 with the class
 token, and twelve narrow blocks follow.
 
