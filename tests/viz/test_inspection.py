@@ -27,6 +27,7 @@ def inspector(**options) -> Inspector:
     return Inspector({"test_vit": create("test_vit")}, device=CPU, rounds=1, **options)
 
 
+@torch.no_grad()
 def test_figures_are_those_of_the_plan_and_of_the_models(image) -> None:
     subject = inspector()
     model = subject.models["test_vit"]
