@@ -5,7 +5,9 @@ PYTEST := $(BIN)/python -m pytest
 
 .PHONY: demo test test-all adversarial check coverage docs wheel format clean
 
-demo: .venv/ready
+# The demo and the playground alone need fewer packages than the tests.
+demo: .venv/demo
+	@echo "mctf demo: one model, unfused and fused, on three photographs; nothing is downloaded"
 	$(BIN)/mctf demo
 
 # Tests run in two processes. The Triton kernels run on the CPU, by Triton's interpreter.
@@ -50,6 +52,13 @@ clean:
 
 # Python compiles what is imported; compiling every package beforehand takes a third of the installation.
 .venv/ready: pyproject.toml constraints.txt
+	@echo "installing mctf with all tools of development into .venv: 6.6 GB, most of it PyTorch with CUDA; about 5 minutes"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch .venv/demo $@
+
+.venv/demo: pyproject.toml constraints.txt
+	@echo "installing mctf with the demo and the playground into .venv: 5.7 GB, most of it PyTorch with CUDA; about 4 minutes"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[demo,playground]"
 	touch $@

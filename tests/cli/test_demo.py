@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,14 +11,17 @@ from huggingface_hub import constants
 from PIL import Image
 
 import mctf
+import mctf.cli
 from helpers.command_line import Command
-from mctf.cli import demo
+from mctf.cli import demo, terminal_image
+from mctf.cli.terminal_image import Protocol
 from mctf.evaluation.timing import Timing
 from mctf.models import loading
 from mctf.models.class_names import class_names
 from mctf.models.loading import create
 from mctf.viz import demo as viz_demo
 
+PHOTOGRAPHS = ("chelsea", "coffee", "grace_hopper")
 QUICK = ("--model", "test_vit", "-r", 8, "--batch", 2, "--rounds", 2, "--device", "cpu")
 
 
@@ -28,33 +33,82 @@ def command(monkeypatch, capsys, tmp_path) -> Command:
     return Command(monkeypatch, capsys)
 
 
-def test_by_default_the_embedded_model_names_what_is_in_the_photographs(command, tmp_path) -> None:
+def test_by_default_one_screen_shows_both_answers_the_saving_and_what_to_type_next(
+    command, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     outcome = command("demo", "--batch", 1, "--rounds", 1, "--device", "cpu")
     assert outcome.code == 0, outcome.err
-    assert str(mctf.plan("embedded", r="fast")) in outcome.out
-    assert "weights: pretrained, 200 classes" in outcome.out
+    lines = outcome.out.splitlines()
+    assert len(lines) <= 20, outcome.out
+    assert max(map(len, lines)) <= 100
     names = "|".join(re.escape(names.split(",")[0]) for names in class_names().values())
-    for photograph in ("chelsea", "coffee", "rocket", "astronaut"):
-        answer = rf"^  {photograph} +({names}) \d+% +fused: ({names}) \d+%$"
-        assert re.search(answer, outcome.out, flags=re.MULTILINE), outcome.out
-    sheet = Image.open(tmp_path / "mctf-demo" / "fused.png")
-    assert sheet.height > 4 * 448, "photographs of 64 pixels are enlarged seven times"
+    answers = {}
+    for photograph in PHOTOGRAPHS:
+        found = re.search(rf"^{photograph} +({names}) \d+% +({names}) \d+%$", outcome.out, flags=re.MULTILINE)
+        assert found, outcome.out
+        answers[photograph] = found.groups()
+    assert all(before == after for before, after in answers.values()), answers
+    assert answers["coffee"][0] == "espresso"
+    assert answers["chelsea"][0] in ("Egyptian cat", "tabby")
+    planned = mctf.plan("embedded", method="ward", flops=0.56)
+    saved = (
+        f"{planned.gflops_base:.2f} -> {planned.gflops:.2f} G per image: {1 - planned.gflops / planned.gflops_base:.0%}"
+    )
+    assert saved in outcome.out
+    assert f"tokens {planned.image_tokens} -> {planned.token_counts[-1]}" in outcome.out
+    assert re.search(r"images/s: [0-9.]+x, spread \d+%", outcome.out)
+    assert "same answer for 3 of 3 photographs" in outcome.out
+    assert "mctf eval embedded --data FOLDER --method ward --flops 0.56" in lines[-1]
+    assert Image.open(tmp_path / "mctf-demo" / "fused.png").height > 3 * 448
+
+
+def test_what_it_says_to_type_next_is_accepted(command, tmp_path) -> None:
+    text = demo._next_text("embedded", None) + "\n" + demo._next_text("test_vit", tmp_path / "a file.pt")
+    for line in text.replace("next ", "", 1).splitlines():
+        words = shlex.split(line, comments=True)
+        words = words[words.index("mctf") + 1 :]
+        context = mctf.cli.group.get_command(None, words[0]).make_context(words[0], words[1:])
+        assert context.params
 
 
 def test_without_network_random_weights_are_reported(command, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     outcome = command("demo", *QUICK)
     assert outcome.code == 0, outcome.err
-    assert "weights: RANDOM" in outcome.out
-    assert "this does not carry over to a trained model" in outcome.out
-    assert str(mctf.plan("test_vit", r=8)) in outcome.out
-    assert re.search(r"images/s fused,\s+[0-9.]+\s+baseline:\s+[0-9.]+x", outcome.out)
-    assert "batch 2, float32, cpu" in outcome.out
+    assert "weights   RANDOM" in outcome.out
+    assert "this does not carry over to a trained model" in " ".join(outcome.out.split())
+    assert f"-> {mctf.plan('test_vit', method='ward', r=8).gflops:.2f} G per image" in outcome.out
+    assert "batch 2, float32, cpu" in " ".join(outcome.out.split())
     assert "chelsea" not in outcome.out, "predictions of random weights are not shown"
     sheet = Image.open(tmp_path / "mctf-demo" / "fused.png")
-    assert sheet.height > 4 * 3 * 160, "four photographs, enlarged three times"
+    assert sheet.height > 3 * 3 * 160, "three photographs, enlarged three times"
     assert outcome.err == ""
     assert max(map(len, outcome.out.splitlines())) <= 80
+
+
+def test_a_terminal_shows_the_first_photograph(monkeypatch, capsys) -> None:
+    shown = viz_demo.Demonstration.of(
+        create("test_vit"), viz_demo.photographs()[:1], method="ward", r=8, device=torch.device("cpu")
+    )
+
+    def printed(protocol: Protocol | None, columns: int) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(terminal_image, "detect", lambda: protocol)
+        demo._show_picture(shown)
+        return capsys.readouterr().out
+
+    *rows, captions, empty = printed(Protocol.BLOCKS, 100).splitlines()
+    assert len(rows) == 12
+    assert {row.count("▀") for row in rows} == {72}
+    assert rows[0].startswith("\x1b[38;2;")
+    assert captions.split()[:3] == ["input:", "101", "tokens"]
+    assert captions.count("block") == 2
+    assert empty == ""
+    assert printed(Protocol.BLOCKS, 60) == "", "three pictures do not fit"
+    assert printed(Protocol.KITTY, 60).startswith("\x1b_Ga=T,f=100,r=12")
+    assert printed(Protocol.SIXEL, 60).startswith("\x1bP0;1q")
+    assert printed(None, 100) == ""
 
 
 def test_json_is_one_object(command, tmp_path) -> None:
@@ -62,8 +116,9 @@ def test_json_is_one_object(command, tmp_path) -> None:
     outcome = command("demo", *QUICK, "--weights", tmp_path / "own.pt", "--output", "deep/folder", "--json")
     facts = json.loads(outcome.out)
     assert facts["weights"] == "own.pt"
-    assert [each["photograph"] for each in facts["predictions"]] == ["chelsea", "coffee", "rocket", "astronaut"]
-    assert facts["plan"]["token_counts"] == mctf.plan("test_vit", r=8).token_counts
+    assert [each["photograph"] for each in facts["predictions"]] == list(PHOTOGRAPHS)
+    assert facts["plan"]["token_counts"] == mctf.plan("test_vit", method="ward", r=8).token_counts
+    assert facts["method"] == "ward"
     assert facts["speed"]["speedup"] > 0
     assert facts["speed"]["batch"] == 2
     assert facts["fidelity"]["agreement"] is not None
@@ -102,7 +157,7 @@ def test_speedup_is_that_of_the_fused_model_over_the_baseline(monkeypatch) -> No
 def test_no_gain_and_a_busy_machine_are_reported(speedup, upper_bound, spread, verdict) -> None:
     conditions = {"rounds": 7, "batch": 8, "dtype": "float32", "device": "cpu"}
     speed = viz_demo.Speed(10, 10 * speedup, speedup, upper_bound, spread, **conditions)
-    _, _, _, *remarks = demo._speed_text(speed).splitlines()
+    _, _, *remarks = demo._speed_text(speed).splitlines()
     assert verdict in " ".join(" ".join(remarks).split())
     assert bool(remarks) is bool(verdict)
 
@@ -129,8 +184,9 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
 
 
-def test_without_scikit_image_it_is_refused_before_the_work(command, monkeypatch) -> None:
-    monkeypatch.setattr(viz_demo, "find_spec", lambda name: None)
+@pytest.mark.parametrize("package", ["skimage", "matplotlib"])
+def test_without_a_package_of_photographs_it_is_refused_before_the_work(command, monkeypatch, package: str) -> None:
+    monkeypatch.setattr(viz_demo, "find_spec", lambda name: None if name == package else find_spec(name))
     monkeypatch.setattr(loading, "load_or_random", lambda *_, **__: pytest.fail("the model was loaded"))
     assert "pip install 'mctf[demo]'" in command.refusal("demo", *QUICK)
 

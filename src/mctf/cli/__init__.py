@@ -31,6 +31,7 @@ _COMMANDS = {
     "reproduce": "Reproduce the paper's tables and figures, as one page.",
     "visualize": "Draw which patches were fused.",
     "demo": "Try it on this machine, without downloads.",
+    "playground": "Try it in the browser, on your own photographs.",
 }
 
 

@@ -93,10 +93,10 @@ NAMES = Parsed("name,…", parse_names)
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def amount_options(default: str | None) -> Decorator:
+def amount_options(default: str | None, *, method: str = "mctf") -> Decorator:
     """How much to fuse: -r, --flops or --schedule, then --method.
 
-    default: the r where none of them is given, see `default_r`; None for the default of the method.
+    default: the r where none of them is given, see `default_r`; None for the default of the method. method: by default.
     """
     otherwise = "the method's default" if default is None else default
     options = (
@@ -108,7 +108,7 @@ def amount_options(default: str | None) -> Decorator:
         ),
         flops_option,
         schedule_option,
-        method_option,
+        click.option("--method", "-m", help=f"Token-reduction method; {method} by default."),
     )
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +135,6 @@ schedule_option: Decorator = click.option(
     type=FILE,
     help="In place of -r and --method: a schedule that mctf tune wrote, or the name of one in mctf.",
 )
-method_option: Decorator = click.option("--method", "-m", help="Token-reduction method; mctf by default.")
 options_option: Decorator = click.option(
     "--option", "pairs", multiple=True, metavar="NAME=VALUE", help="An option of the method; repeatable."
 )

@@ -1,1 +1,1 @@
-"""Pictures of fused patches, contact sheets, plots over cost, and the content of `mctf demo`."""
+"""Pictures of fused patches, contact sheets, plots over cost; the content of the demo, the page of the playground."""

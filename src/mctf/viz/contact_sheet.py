@@ -53,33 +53,48 @@ def contact_sheet(
     scale: picture pixels per image pixel; by default 3, and more for small images.
     """
     scale = scale or max(_SCALE, math.ceil(_SIDE / min(preprocessing.image_size)))
-    prefix = fused_stack(model).host.protected
-    weight = next(model.parameters())
     rows, any_dropped = [], False
     for tensor in inputs:
-        with torch.inference_mode(), trace(model) as traced:
-            model(tensor[None].to(weight.device, weight.dtype))
-        image, tokens = to_image(tensor, preprocessing), traced.source_map().shape[1]
-        grid = patch_grid(tokens - prefix, height=image.height, width=image.width)
-        row = [Panel(enlarge(image, scale), f"input: {plural(tokens, 'token')}")]
-        for block in blocks:
-            maps = traced.source_map(block), traced.dropped(block)
-            slots, dropped = (each[0, prefix:].cpu().numpy() for each in maps)
-            caption = f"block {block}: {plural(traced.token_counts[block], 'token')}"
-            caption += f", {dropped.sum()} dropped" if dropped.any() else ""
-            row.append(Panel(fused_picture(image, slots, grid=grid, dropped=dropped, scale=scale), caption))
-            any_dropped |= bool(dropped.any())
+        row = panels(model, tensor, preprocessing, blocks=blocks, scale=scale)
         rows.append(row)
+        any_dropped |= any(panel.dropped for panel in row)
         after_image()
     return make_sheet(rows, legend=_LEGEND if any_dropped else "")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture and the line under it."""
+    """One picture and the line under it. dropped: number of patches that were dropped."""
 
     picture: Image.Image
     caption: str
+    dropped: int = 0
+
+
+def panels(
+    model: nn.Module,
+    tensor: Tensor,
+    preprocessing: Preprocessing,
+    *,
+    blocks: Sequence[int],
+    scale: int,
+    borders: bool = True,
+) -> list[Panel]:
+    """The input (3 H W) of a fused model, then its patches after each of the blocks. borders: as of `fused_picture`."""
+    weight, prefix = next(model.parameters()), fused_stack(model).host.protected
+    with torch.inference_mode(), trace(model) as traced:
+        model(tensor[None].to(weight.device, weight.dtype))
+    image, tokens = to_image(tensor, preprocessing), traced.source_map().shape[1]
+    grid = patch_grid(tokens - prefix, height=image.height, width=image.width)
+    row = [Panel(enlarge(image, scale), f"input: {plural(tokens, 'token')}")]
+    for block in blocks:
+        maps = traced.source_map(block), traced.dropped(block)
+        slots, dropped = (each[0, prefix:].cpu().numpy() for each in maps)
+        caption = f"block {block}: {plural(traced.token_counts[block], 'token')}"
+        caption += f", {dropped.sum()} dropped" if dropped.any() else ""
+        picture = fused_picture(image, slots, grid=grid, dropped=dropped, scale=scale, borders=borders)
+        row.append(Panel(picture, caption, int(dropped.sum())))
+    return row
 
 
 def make_sheet(rows: Sequence[Sequence[Panel]], *, legend: str = "") -> Image.Image:

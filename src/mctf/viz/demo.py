@@ -1,13 +1,13 @@
-"""The content of `mctf demo`: one model with and without fusion, on four photographs of scikit-image.
+"""The content of `mctf demo`: one model with and without fusion, on photographs of scikit-image and matplotlib.
 
-The photographs are files of the installed package, located without importing it. All four may be copied freely (public
-domain or CC0), so the demo downloads nothing.
+The photographs are files of the installed packages, located without importing them. All may be copied freely: two are
+CC0, that of Grace Hopper is in the public domain. The demo downloads nothing.
 
 Axes: B images, 3 H W.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,23 +27,29 @@ from ..evaluation.timing import time_interleaved
 from ..models.class_names import class_labels
 from ..models.loading import copy_sharing_weights
 from ..planning import Plan, ScheduleSource, plan
-from .contact_sheet import choose_blocks, contact_sheet
+from .contact_sheet import Panel, choose_blocks, contact_sheet, panels
 from .fused_patches import open_image
 
 WARMUP = 2
-_FILES = ("chelsea.png", "coffee.png", "rocket.jpg", "astronaut.png")
+_FILES = (
+    ("skimage", "scikit-image", "data/chelsea.png"),
+    ("skimage", "scikit-image", "data/coffee.png"),
+    ("matplotlib", "matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
+)
 
 
 def photographs() -> list[Path]:
-    """A cat, a cup of coffee, a rocket and an astronaut, as image files."""
-    spec = find_spec("skimage")
-    if spec is None or not spec.submodule_search_locations:
-        raise MctfError("the demo's photographs are files of scikit-image: run pip install 'mctf[demo]'")
-    folder = Path(spec.submodule_search_locations[0]) / "data"
-    missing = [name for name in _FILES if not (folder / name).is_file()]
-    if missing:
-        raise MctfError(f"scikit-image lacks {', '.join(missing)}: run pip install --force-reinstall scikit-image")
-    return [folder / name for name in _FILES]
+    """A cat, an espresso and an officer in uniform, as image files: classes of ImageNet and of Tiny-ImageNet."""
+    files = []
+    for module, package, name in _FILES:
+        spec = find_spec(module)
+        if spec is None or not spec.submodule_search_locations:
+            raise MctfError(f"the demo's photographs are files of {package}: run pip install 'mctf[demo]'")
+        path = Path(spec.submodule_search_locations[0]) / name
+        if not path.is_file():
+            raise MctfError(f"{package} lacks {path.name}: run pip install --force-reinstall {package}")
+        files.append(path)
+    return files
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,19 @@ class Demonstration:
         """A contact sheet of all photographs."""
         blocks = choose_blocks(None, len(self.plan.reductions))
         return contact_sheet(self.fused, list(self.pixels), self.preprocessing, blocks=blocks, after_image=after_image)
+
+    def strip(self, *, side: int | None = None) -> list[Panel]:
+        """The first photograph, its patches half-way and after the last block.
+
+        side: of the square pictures in pixels, which then have no borders; None for pictures with borders.
+        """
+        depth = len(self.plan.reductions)
+        scale = 2 if side is None else 1
+        blocks = (depth // 2, depth - 1)
+        row = panels(self.fused, self.pixels[0], self.preprocessing, blocks=blocks, scale=scale, borders=side is None)
+        if side is None:
+            return row
+        return [replace(panel, picture=panel.picture.resize((side, side), Image.Resampling.BOX)) for panel in row]
 
 
 def _top1(output: Output, words: Sequence[str]) -> list[tuple[str, float]]:

@@ -77,12 +77,14 @@ def fused_picture(
     grid: tuple[int, int],
     dropped: ArrayLike | None = None,
     scale: int = 3,
+    borders: bool = True,
 ) -> Image.Image:
     """The image with every fused group of patches in its mean color and inside its own border.
 
     slots: the token of each patch, row by row: a source map without its prefix tokens.
     grid: rows and columns of patches. dropped: whether each patch is dropped, none of them by default; the slot of a
     dropped patch is ignored. scale: picture pixels per image pixel.
+    borders: False for pictures of a few pixels per patch, where borders would hide the colors.
 
     A group's border color depends on the position of its first patch, so it stays the same from block to block while
     that patch remains the first.
@@ -97,6 +99,8 @@ def fused_picture(
     side = min(large.height // grid[0], large.width // grid[1])
     picture = np.where(fused[..., None], groups.mean_colors(np.asarray(image))[labels], pixels)
     picture = np.where(groups.dropped[labels][..., None], _striped(large, side), picture)
+    if not borders:
+        return Image.fromarray(picture.round().astype(np.uint8))
     border = fused & _near_another(labels, max(1, side // 14))
     seam = ~fused & _near_another(labels, 1)
     picture = np.where(seam[..., None], picture * _SEAM, picture)
