@@ -8,5 +8,4 @@ set -euo pipefail
 photos=$1 folder=${2:-.}
 
 mctf tune embedded --data "$photos" --flops 0.56 --output "$folder/schedule.json"
-mctf eval embedded --data "$photos" --schedule "$folder/schedule.json" --no-progress
-mctf eval embedded --data "$photos" --method ward --flops 0.56 --no-progress
+mctf compare embedded --data "$photos" --methods ward --schedule "$folder/schedule.json"

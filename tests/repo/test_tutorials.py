@@ -72,7 +72,7 @@ def test_the_tune_script(tmp_path: Path) -> None:
     result = subprocess.run([*environment, *script], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "schedule.json").is_file()
-    assert result.stdout.count("images/s") == 2
+    assert "schedule.json" in result.stdout
 
 
 def test_every_script_is_tested() -> None:
