@@ -1,8 +1,14 @@
 """Write the weights that come with the package from a run: `python benchmarks/pack_embedded.py RUN/model.safetensors`.
 
-RUN is the output of `mctf finetune --config recipes/tiny_imagenet/embedded_consistency.toml --validation … -o RUN`.
-Weights become float16, which halves the file; loading converts them to float32. Before the file is written, the logits
-of both for the same random images are compared. The same run gives the same file byte for byte.
+RUN is the output of `mctf finetune --config recipes/tiny_imagenet/RECIPE --validation … --output RUN`.
+
+| model | RECIPE | packed as |
+|---|---|---|
+| `embedded` | consistency_ward.toml | int8 matrices, one scale per output channel |
+| `embedded_small` | embedded_small_consistency.toml | float16 |
+
+Before the file is written, the logits of both for the same random images are compared. The same run gives the same
+file byte for byte.
 
 Axes: B images, 3 H W.
 """
@@ -20,32 +26,39 @@ from torch import Tensor, nn
 from mctf._utils import atomic_write
 from mctf.errors import MctfError
 from mctf.models.class_names import TINY_IMAGENET_CLASSES as CLASSES
-from mctf.models.embedded import WEIGHTS
+from mctf.models.embedded import SMALL_WEIGHTS, WEIGHTS, pack_int8, unpack_int8
 from mctf.models.loading import create, load_model
 
 DATA = "Tiny-ImageNet-200, research data: images of ImageNet, whose owners keep their rights"
+SMALL = "embedded_small"
 IMAGES = 64
-TOLERANCE = 0.02  # of the largest logit; rounding to float16 moved those of a trained DeiT-Tiny by 0.0025 of it
-MOST_BYTES = 4_000_000
+# of the largest logit: float16 moved those of a trained DeiT-Tiny by 0.0025 of it, int8 matrices by 0.08
+TOLERANCE = {"embedded": 0.1, SMALL: 0.02}
+MOST_BYTES = {"embedded": 6_000_000, SMALL: 4_000_000}
 
 
-def pack(path: Path) -> tuple[bytes, str]:
-    """The contents of the file, and how far its logits are from those of the run's weights."""
+def pack(path: Path) -> tuple[str, bytes, str]:
+    """The name of the model, the contents of its file, and how far its logits are from those of the run's weights."""
     about = read_evaluation(path.parent / "evaluation.json")
-    model: Any = load_model("embedded", weights=path)
+    name = SMALL if about["model"] == SMALL else "embedded"
+    model: Any = load_model(name, weights=path)
     if model.num_classes != CLASSES:
         raise MctfError(f"{path} has {model.num_classes} classes: expected weights for the {CLASSES} of Tiny-ImageNet")
-    halved = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
-    lost = [name for name, value in halved.items() if not value.isfinite().all()]
+    state = model.state_dict()
+    if name == SMALL:
+        packed = {key: value.half() if value.is_floating_point() else value for key, value in state.items()}
+    else:
+        packed = pack_int8(state)
+    lost = [key for key, value in packed.items() if not value.isfinite().all()]
     if lost:
         raise MctfError(f"{lost[0]} of {path} does not fit into float16: pack the weights of another run")
-    packed: Any = create("embedded")
-    packed.load_state_dict(halved)
+    unpacked: Any = create(name)
+    unpacked.load_state_dict(unpack_int8(packed))
     # all facts in one entry: safetensors writes several in random order
-    content = save({name: value.contiguous() for name, value in halved.items()}, {"about": json.dumps(about)})
-    if len(content) > MOST_BYTES:
-        raise MctfError(f"the file would have {len(content):,} bytes: the limit is {MOST_BYTES:,}")
-    return content, compare(packed, model)
+    content = save({key: value.contiguous() for key, value in packed.items()}, {"about": json.dumps(about)})
+    if len(content) > MOST_BYTES[name]:
+        raise MctfError(f"the file would have {len(content):,} bytes: the limit is {MOST_BYTES[name]:,}")
+    return name, content, compare(unpacked, model, tolerance=TOLERANCE[name])
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
@@ -60,6 +73,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
         "data": DATA,
         "images": facts["images"],
         "top1": {str(row["r"]): row["top1"] for row in facts["rows"]},
+        "method": facts["rows"][-1]["method"],
     }
 
 
@@ -77,14 +91,15 @@ def _shortened(word: str) -> str:
 
 
 @torch.inference_mode()
-def compare(packed: nn.Module, original: nn.Module) -> str:
-    """A line on the largest difference of a logit on random images; raises MctfError where it exceeds rounding."""
-    images = torch.randn(IMAGES, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+def compare(packed: nn.Module, original: nn.Module, *, tolerance: float) -> str:
+    """A line on the largest difference of a logit on random images; raises MctfError where it exceeds `tolerance`."""
+    size = getattr(original, "pretrained_cfg", {}).get("input_size", (3, 64, 64))
+    images = torch.randn(IMAGES, *size, generator=torch.Generator().manual_seed(0))
     ours: Tensor = packed(images)
     theirs: Tensor = original(images)
     difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
-    if difference > TOLERANCE * largest:
-        raise MctfError(f"float16 moves a logit by {difference:.3g} of {largest:.3g}: pack the weights of another run")
+    if difference > tolerance * largest:
+        raise MctfError(f"packing moves a logit by {difference:.3g} of {largest:.3g}: pack the weights of another run")
     same = int((ours.argmax(dim=1) == theirs.argmax(dim=1)).sum())
     return (
         f"largest difference of a logit {difference:.2g} of {largest:.3g}, "
@@ -92,8 +107,9 @@ def compare(packed: nn.Module, original: nn.Module) -> str:
     )
 
 
-def main(path: Path, output: Path = WEIGHTS) -> None:
-    content, verdict = pack(path)
+def main(path: Path, output: Path | None = None) -> None:
+    name, content, verdict = pack(path)
+    output = output or (SMALL_WEIGHTS if name == SMALL else WEIGHTS)
     atomic_write(output, content)
     print(f"{output}: {len(content):,} bytes, {verdict}")
 

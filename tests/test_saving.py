@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import mctf
-import mctf.models  # registers `embedded` with timm
+import mctf.models  # registers `embedded_small` with timm
 from helpers.learned import teach
 from helpers.shared_data import SHARED, needs_shared
 from mctf.api import find_stack

@@ -15,18 +15,22 @@ if TYPE_CHECKING:
     from .api import fuse, set_r, unfuse
     from .deploy.export import export
     from .deploy.exported import load_exported
+    from .embedding.embedder import Embedder
     from .errors import MctfError
     from .hosts import register_host
     from .methods import methods, register_method
     from .planning import Plan, plan
+    from .quantization import Quantization, quantize, unquantize
     from .saving import load, save
     from .tracing import Trace, trace
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Embedder",
     "MctfError",
     "Plan",
+    "Quantization",
     "Trace",
     "export",
     "fuse",
@@ -34,29 +38,37 @@ __all__ = [
     "load_exported",
     "methods",
     "plan",
+    "quantize",
     "register_host",
     "register_method",
     "save",
+    "schedules",
     "set_r",
     "trace",
     "unfuse",
+    "unquantize",
 ]
 
 _HOMES = {
+    "Embedder": "embedding.embedder",
     "MctfError": "errors",
     "Plan": "planning",
+    "Quantization": "quantization",
     "Trace": "tracing",
     "export": "deploy.export",
     "fuse": "api",
     "load": "saving",
     "load_exported": "deploy.exported",
     "plan": "planning",
+    "quantize": "quantization",
     "register_host": "hosts",
     "register_method": "methods",
     "save": "saving",
+    "schedules": "schedule_file",
     "set_r": "api",
     "trace": "tracing",
     "unfuse": "api",
+    "unquantize": "quantization",
 }
 
 

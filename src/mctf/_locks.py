@@ -19,6 +19,10 @@ class UnlockedWarning(UserWarning):
     """The file system cannot lock files."""
 
 
+class FolderHeldError(MctfError):
+    """Another process holds the folder."""
+
+
 @contextmanager
 def lock_folder(folder: Path, *, doing: str, option: str) -> Iterator[None]:
     """Hold a folder, created if missing; raises MctfError where another process holds it.
@@ -73,7 +77,9 @@ def _acquire(folder: Path, *, doing: str, option: str) -> int:
             holder = os.pread(handle, 20, 0).decode(errors="replace").strip()
             os.close(handle)
             process = f"process {holder}" if holder.isdecimal() else "another process"
-            raise MctfError(f"{process} {doing} {folder} already: wait for it, or name another {option}") from None
+            raise FolderHeldError(
+                f"{process} {doing} {folder} already: wait for it, or name another {option}"
+            ) from None
         except BaseException:
             os.close(handle)
             raise

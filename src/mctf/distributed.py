@@ -33,16 +33,10 @@ class DistributedContext:
         return self.world_size > 1
 
 
-@contextmanager
-def init_distributed(device: torch.device) -> Iterator[DistributedContext]:
-    """The process group of torchrun (`WORLD_SIZE`), or a single process without one.
-
-    NCCL on GPUs, one process per GPU, else Gloo. The group is destroyed at the end, but not after an error: other
-    ranks may be waiting in a collective, and torchrun terminates them. Raises MctfError where another rank ends early.
-    """
+def read_ranks(device: torch.device) -> DistributedContext:
+    """What torchrun says about this process, with the GPU of its own, or a single process; joins no group."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        yield DistributedContext(0, 1, device)
-        return
+        return DistributedContext(0, 1, device)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         if not os.environ.get(name, "0").isdecimal():
             raise MctfError(f"{name}={os.environ[name]} is not a number of processes: start them with torchrun")
@@ -57,17 +51,32 @@ def init_distributed(device: torch.device) -> Iterator[DistributedContext]:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    return DistributedContext(rank, world_size, device)
+
+
+@contextmanager
+def init_distributed(device: torch.device) -> Iterator[DistributedContext]:
+    """The process group of torchrun (`WORLD_SIZE`), or a single process without one.
+
+    NCCL on GPUs, one process per GPU, else Gloo. The group is destroyed at the end, but not after an error: other
+    ranks may be waiting in a collective, and torchrun terminates them. Raises MctfError where another rank ends early.
+    """
+    context = read_ranks(device)
+    if not context.is_distributed:
+        yield context
+        return
+    device = context.device
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (ValueError, RuntimeError) as failure:
         raise MctfError(f"the processes find no group ({first_line(failure)}): start them with torchrun") from None
     try:
-        yield DistributedContext(rank, world_size, device)
+        yield context
     except RuntimeError as failure:
         if not isinstance(failure, dist.DistError) and "by peer" not in str(failure):
             raise
         raise MctfError(
-            f"process {rank} lost another process, whose message says why: start all of them again"
+            f"process {context.rank} lost another process, whose message says why: start all of them again"
         ) from None
     dist.destroy_process_group()
 

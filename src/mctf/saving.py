@@ -33,6 +33,7 @@ from .methods._layers import UntrainedWarning, split_state_dict
 from .models.hf import load_saved
 from .models.hf_images import ImageModel
 from .models.loading import cached_file, classifier_rows, copy_sharing_weights, create, create_empty, load_weights
+from .quantization import Quantization
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 _SOURCES = "a file or folder that mctf.save or save_pretrained wrote, or a name on the model hub"
@@ -63,6 +64,11 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, model_args: Mapping[
     """
     stack = fused_stack(model)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if Quantization.of(model) is not None:
+        raise MctfError(
+            "the model is quantized, and the files would not say so: run mctf.unquantize(model) first, and quantize "
+            "what mctf.load brings back"
+        )
     target = _path(path)
     inner = model.model if isinstance(model, ImageModel) else model
     if hasattr(inner, FusedSaving.name) and hasattr(inner, "config"):

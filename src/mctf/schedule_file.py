@@ -4,7 +4,8 @@
      "protected": 1, "r": [one amount per block], "flops": share of the baseline's, "kl": measured, "images": …,
      "seed": …, "mctf": version, "command": …}
 
-method, depth, tokens, protected and r are what fusing needs; the others tell where the schedule comes from.
+method, depth, tokens, protected and r are what fusing needs; the others tell where the schedule comes from. Schedules
+that come with the package are files of `data_files/schedules`, called by their names without the suffix.
 """
 
 import json
@@ -16,11 +17,12 @@ from typing import Any
 
 from ._utils import atomic_write, read_json
 from .core.schedule import Amount, plain_r
-from .errors import MctfError, shown
+from .errors import MctfError, did_you_mean, shown
 from .hosts import Architecture
 
 FORMAT, VERSION = "mctf schedule", 1
 _CURE = "give a file that mctf tune wrote"
+_FOLDER = Path(__file__).parent / "data_files" / "schedules"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +83,36 @@ class Schedule:
         atomic_write(path, (json.dumps(self.as_dict(), indent=2) + "\n").encode())
 
 
+def schedules() -> tuple[str, ...]:
+    """Names of the schedules that come with the package, as `mctf.fuse(model, schedule=NAME)` takes them."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+
 def read_schedule(source: object) -> Schedule:
-    """A schedule from a file, or from the content of one as a dict; raises MctfError where it is none."""
+    """A schedule from a file, by its name in the package, or from the content of a file as a dict.
+
+    Raises MctfError where it is none. A file comes before a name.
+    """
     if isinstance(source, Schedule):
         return source
     if isinstance(source, Mapping):
         return _checked(source, "the schedule")
     if not isinstance(source, (str, os.PathLike)) or not isinstance(os.fspath(source), str):
         raise MctfError(f"schedule={shown(source)} is neither a file nor a dict: {_CURE}")
-    path = Path(source)
+    path = find_schedule(source)
     return _checked(read_json(path, f"schedule {path}", _CURE), f"schedule {path}")
+
+
+def find_schedule(source: str | os.PathLike[str]) -> Path:
+    """The file of a schedule that is given by its path, or by its name in the package."""
+    path = Path(source)
+    if path.name != os.fspath(source) or path.suffix or os.path.exists(path):
+        return path
+    if path.name not in (names := schedules()):
+        raise MctfError(
+            f"there is no schedule {shown(path.name)}, as a file or in mctf: {did_you_mean(path.name, names)}"
+        )
+    return _FOLDER / f"{path.name}.json"
 
 
 def _checked(facts: Mapping[Any, Any], name: str) -> Schedule:

@@ -38,7 +38,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     write_folder(folder / "mixed", "a/0.png", "1.png")
     write_folder(folder / "one_class", "a/0.png", "a/1.png")
     zip_folder(images, folder / "images.zip")
-    state = load_model("embedded").state_dict()
+    state = load_model("embedded_small").state_dict()
     torch.save(state, folder / "weights.pt")
     torch.save(
         {name: value * torch.nan if value.is_floating_point() else value for name, value in state.items()},
@@ -75,7 +75,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     }
     for name, change in changes.items():
         replace(schedule, **change).write(folder / f"{name}.json")
-    (folder / "recipe.toml").write_text(f'model = "embedded"\ndata = "{images}"\n')
+    (folder / "recipe.toml").write_text(f'model = "embedded_small"\ndata = "{images}"\n')
     (folder / "bad.toml").write_text("model = \n")
     os.mkfifo(folder / "fifo")
     for name, minor in (("device", 3), ("full", 7)):  # nodes of our own: a defect would replace those in /dev

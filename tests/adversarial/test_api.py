@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import mctf
-import mctf.models  # registers `embedded` with timm
+import mctf.models  # registers `embedded_small` with timm
 from helpers.models import make, make_images, run
 from helpers.refusals import snapshot
 from mctf.core.schedule import make_schedule
@@ -324,7 +324,7 @@ REFUSED_SIZES = [1, 0, -1, 65, 10**9, "x", "64x", "x64", "", (1, 2, 3), [], (), 
 def test_refused_image_sizes(size: Any, model: Any, record_property: Record) -> None:
     if size is not None:
         refused(lambda: mctf.plan(model, image_size=size), "image")
-        refused(lambda: mctf.plan("embedded", image_size=size), "image")
+        refused(lambda: mctf.plan("embedded_small", image_size=size), "image")
     refused(lambda: mctf.plan(model, image_size=(64, size)), "image")
     record_property("cases", ["api", 3])
 
@@ -386,7 +386,7 @@ def quiet(call: Callable[[], Any]) -> Any:
 
 REFUSED_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: None, "expected a torch.nn.Module"),
-    "name": (lambda: "embedded", "timm.create_model('embedded')"),
+    "name": (lambda: "embedded_small", "timm.create_model('embedded_small')"),
     "class": (lambda: timm.models.VisionTransformer, "expected a torch.nn.Module"),
     "state_dict": (lambda: make("plain").state_dict(), "expected a torch.nn.Module"),
     "list": (lambda: [make("plain")], "expected a torch.nn.Module"),
@@ -693,7 +693,8 @@ def test_images_that_are_too_large_for_the_memory(load: Any, monkeypatch: pytest
 
     monkeypatch.setattr(timm, "create_model", create)
     refused(
-        lambda: load("embedded", image_size=(4096, 4096)), "embedded for images of 4096x4096 does not fit into memory"
+        lambda: load("embedded_small", image_size=(4096, 4096)),
+        "embedded_small for images of 4096x4096 does not fit into memory",
     )
 
 

@@ -192,7 +192,7 @@ ACCEPTED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused(kind: str, tmp_path: Path, refused: Callable[[str, str], str]) -> None:
     make, says = REFUSED[kind]
-    refused(f"eval embedded --data {shlex.quote(str(make(tmp_path)))} -r 0", says)
+    refused(f"eval embedded_small --data {shlex.quote(str(make(tmp_path)))} -r 0", says)
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)
@@ -202,7 +202,7 @@ def test_accepted(kind: str, tmp_path: Path, accepted: Callable[[str], Outcome])
     dataset = open_dataset(source)
     assert dataset.names == names
     assert np.array_equal(np.asarray(dataset.read(0)), np.asarray(make_picture(0)))
-    outcome = accepted(f"eval embedded --data {shlex.quote(source)} -r 0 --json")
+    outcome = accepted(f"eval embedded_small --data {shlex.quote(source)} -r 0 --json")
     assert outcome.err == ""
     assert json.loads(outcome.out)["images"] == len(names)
 
@@ -292,7 +292,7 @@ TABLES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_class_table(kind: str, tmp_path: Path, refused: Callable[[str, str], str]) -> None:
     make, says = TABLES[kind]
     make(tmp_path / "classes.tsv")
-    refused(f"eval embedded --data {good(tmp_path)} -r 0 --classes {tmp_path}/classes.tsv", says)
+    refused(f"eval embedded_small --data {good(tmp_path)} -r 0 --classes {tmp_path}/classes.tsv", says)
 
 
 def test_class_table_of_training_has_bounded_indices(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from mctf.train.config import read_toml
 from mctf.train.signals import catch_signals
 
 MCTF = f"{sys.executable} -m mctf"
-EVAL = "eval embedded --data {images} -r 0 --limit 2"
+EVAL = "eval embedded_small --data {images} -r 0 --limit 2"
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +43,10 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
     [
         ("--help >&-", 0, 0),
         ("--help <&- >&- 2>&-", 0, 0),
-        ("plan embedded -r x 2>&-", 2, 0),
-        ("plan embedded -r x 2>/dev/full", 2, 0),
+        ("plan embedded_small -r x 2>&-", 2, 0),
+        ("plan embedded_small -r x 2>/dev/full", 2, 0),
         ("--help >/dev/full", 2, 1),
-        ("plan embedded -r x >&-", 2, 1),
+        ("plan embedded_small -r x >&-", 2, 1),
     ],
 )
 def test_streams_that_are_closed_or_full(line: str, code: int, lines: int) -> None:
@@ -82,7 +82,7 @@ def test_a_comparison_is_printed_where_its_plot_cannot_be_written(
 
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("mctf.viz.plots.write_plot", full)
-    outcome = command("compare embedded --data {images} --methods tome --gflops 0.5 --limit 2 --plot plot.svg")
+    outcome = command("compare embedded_small --data {images} --methods tome --gflops 0.5 --limit 2 --plot plot.svg")
     assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
     assert "tome" in outcome.out
 
@@ -95,7 +95,7 @@ def test_a_run_goes_on_without_a_reader(monkeypatch: pytest.MonkeyPatch) -> None
     tell("step 3 of 8")
 
 
-@pytest.mark.parametrize("verb", ["plan embedded", "demo", "reproduce --out report"])
+@pytest.mark.parametrize("verb", ["plan embedded_small", "demo", "reproduce --out report"])
 def test_a_working_directory_that_is_gone(tmp_path: Path, verb: str) -> None:
     result = shell(f"mkdir {tmp_path}/gone; cd {tmp_path}/gone; rmdir {tmp_path}/gone; {MCTF} {verb}")
     assert result.returncode == 2
@@ -123,7 +123,7 @@ def test_signals_are_one_line(
             raise ImportError("half a library") from None  # as imports report an interruption
 
     monkeypatch.setattr("mctf.cli.progress.import_module", stopped)
-    outcome = command("plan embedded")
+    outcome = command("plan embedded_small")
     said = "interrupted" if name == "SIGINT" else f"stopped by {name}"
     assert outcome == Outcome(128 + number, "", f"mctf: {said}\n")
     assert signal.getsignal(number) is before
@@ -158,7 +158,7 @@ def test_signals_that_are_ignored_stay_ignored(
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         monkeypatch.setattr("mctf.cli.progress.import_module", lambda name: signal.raise_signal(signal.SIGHUP))
-        assert command("plan embedded").code == 0
+        assert command("plan embedded_small").code == 0
         with catch_signals() as stop:
             signal.raise_signal(signal.SIGHUP)
             assert not stop
@@ -192,7 +192,7 @@ def test_libraries_that_cannot_be_loaded(
         return import_module(name)
 
     monkeypatch.setattr("mctf.cli.progress.import_module", fail)
-    refused("plan embedded", says)
+    refused("plan embedded_small", says)
 
 
 def test_an_import_that_fails_otherwise_is_no_lack_of_memory() -> None:

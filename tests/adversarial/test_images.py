@@ -157,12 +157,12 @@ def test_unreadable_image(
     make(path)
     os.chdir(workdir)
     data = shlex.quote(str(folder))
-    line = refused(f"eval embedded --data {data} -r 0", reason)
+    line = refused(f"eval embedded_small --data {data} -r 0", reason)
     assert "a/x.png is not a readable image (" in line
     assert line.endswith("or skip unreadable images (--on-corrupt skip)")
-    refused(f"visualize {shlex.quote(str(path))} --model embedded", "x.png")
+    refused(f"visualize {shlex.quote(str(path))} --model embedded_small", "x.png")
 
-    outcome = command(f"eval embedded --data {data} -r 0 --on-corrupt skip --json")
+    outcome = command(f"eval embedded_small --data {data} -r 0 --on-corrupt skip --json")
     assert outcome.code == 0, outcome
     assert [line[:24] for line in outcome.err.splitlines()] == ["mctf: warning: skipped: "], outcome
     facts = json.loads(outcome.out)
@@ -176,7 +176,7 @@ def test_odd_image(kind: str, folder: Path, accepted: Callable[[str], Outcome]) 
     (folder / "a" / "x.png").write_bytes(data)
     pixels = np.asarray(open_dataset(folder).read(1))
     assert abs(pixels[..., 0].mean() - red) < 1
-    outcome = accepted(f"eval embedded --data {shlex.quote(str(folder))} -r 0 --json")
+    outcome = accepted(f"eval embedded_small --data {shlex.quote(str(folder))} -r 0 --json")
     assert outcome.err == ""
     assert json.loads(outcome.out)["images"] == 3
 
@@ -213,21 +213,23 @@ def test_limits_of_the_command(
 ) -> None:
     (tmp_path / "a").mkdir()
     Image.new("RGB", size).save(tmp_path / "a" / "x.png")
-    refused(f"eval embedded --data {tmp_path} -r 0 {options}", says)
-    refused(f"visualize {tmp_path}/a/x.png --model embedded {options}", says)
-    refused(f"compare embedded --data {tmp_path} --gflops 0.5 {options}", says)
+    refused(f"eval embedded_small --data {tmp_path} -r 0 {options}", says)
+    refused(f"visualize {tmp_path}/a/x.png --model embedded_small {options}", says)
+    refused(f"compare embedded_small --data {tmp_path} --gflops 0.5 {options}", says)
 
 
 @pytest.mark.parametrize("options", ["--max-pixels 0", "--max-bytes -1", "--max-aspect 0.5", "--max-aspect nan"])
 def test_limits_out_of_range(options: str, folder: Path, refused: Callable[[str, str], str]) -> None:
-    refused(f"eval embedded --data {folder} -r 0 {options}", options.split()[0][2:].replace("-", "_")[4:])
-    refused(f"visualize {folder}/a/1.png --model embedded {options}", options.split()[0][2:].replace("-", "_")[4:])
+    refused(f"eval embedded_small --data {folder} -r 0 {options}", options.split()[0][2:].replace("-", "_")[4:])
+    refused(
+        f"visualize {folder}/a/1.png --model embedded_small {options}", options.split()[0][2:].replace("-", "_")[4:]
+    )
 
 
 def test_all_images_unreadable(folder: Path, command: Callable[[str], Outcome]) -> None:
     for path in folder.rglob("*.png"):
         path.write_bytes(b"text")
-    outcome = command(f"eval embedded --data {folder} -r 0 --on-corrupt skip")
+    outcome = command(f"eval embedded_small --data {folder} -r 0 --on-corrupt skip")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.splitlines()[-1].startswith("mctf: none of 2 images is readable, the first: ")
 
@@ -237,7 +239,7 @@ def test_all_images_unreadable(folder: Path, command: Callable[[str], Outcome]) 
 )
 def test_names_on_one_line(name: str, folder: Path, refused: Callable[[str, str], str]) -> None:
     (folder / "a" / name).write_bytes(b"text")
-    line = refused(f"eval embedded --data {folder} -r 0", "is not a readable image")
+    line = refused(f"eval embedded_small --data {folder} -r 0", "is not a readable image")
     assert line.isprintable()
     line.encode()  # no halves of surrogate pairs
 
@@ -263,7 +265,8 @@ def test_mutations_of_a_png_never_raise_another_error(tmp_path: Path) -> None:
 def test_reproduce_skips_and_counts(folder: Path, workdir: Path, command: Callable[[str], Outcome]) -> None:
     (folder / "a" / os.fsdecode(b"\xfe\n.png")).write_bytes(b"text")
     data = folder.rename(folder.with_name(os.fsdecode(b"\xff\n[red]")))
-    line = f"reproduce embedded --data {shlex.quote(str(data))} --only class_token --out out --on-corrupt skip --json"
+    options = "--only class_token --out out --on-corrupt skip --json"
+    line = f"reproduce embedded_small --data {shlex.quote(str(data))} {options}"
     outcome = command(line)
     assert outcome.code == 0, outcome
     assert "note: 1 unreadable image skipped" in outcome.err.splitlines()
@@ -273,7 +276,7 @@ def test_reproduce_skips_and_counts(folder: Path, workdir: Path, command: Callab
 
 def test_table_names_the_source_on_one_line(folder: Path, command: Callable[[str], Outcome]) -> None:
     data = folder.rename(folder.with_name(os.fsdecode(b"\xff\n\x1b[31m[red]")))
-    outcome = command(f"eval embedded --data {shlex.quote(str(data))} -r 0")
+    outcome = command(f"eval embedded_small --data {shlex.quote(str(data))} -r 0")
     assert outcome.code == 0, outcome
     assert "\\udcff\\n\\x1b[31m[red]" in "".join(outcome.out.split("\n"))
 
@@ -285,7 +288,7 @@ def test_training_skips_in_one_line_each(
 ) -> None:
     (folder / "a" / "x.png").write_bytes(b"text")
     (folder / "b" / "x.png").write_bytes(png(1, 60_000))
-    line = f"finetune embedded --data {folder} -r 4 --epochs 1 --batch 2 --in-memory {in_memory} -o out"
+    line = f"finetune embedded_small --data {folder} -r 4 --epochs 1 --batch 2 --in-memory {in_memory} -o out"
     outcome = command(line)
     assert outcome.code == 0, outcome
     warned = [line for line in outcome.err.splitlines() if "skipped:" in line]

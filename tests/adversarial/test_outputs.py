@@ -14,7 +14,7 @@ from helpers.command_line import Outcome
 from mctf import MctfError
 from mctf._utils import atomic_write, check_folder, check_target
 
-EVAL = "eval embedded --data {images} -r 0 --limit 2 --output "
+EVAL = "eval embedded_small --data {images} -r 0 --limit 2 --output "
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ class TestLinks:
         (workdir / "link.json").symlink_to("deep/target.json")
         assert command(EVAL + "link.json").code == 0
         assert (workdir / "link.json").is_symlink()
-        assert json.loads(target.read_text())["model"] == "embedded"
+        assert json.loads(target.read_text())["model"] == "embedded_small"
         assert sorted(path.name for path in target.parent.iterdir()) == ["target.json"]
 
     def test_a_chain_of_links(self, workdir: Path) -> None:
@@ -109,8 +109,8 @@ class TestStreams:
         line = f"{sys.executable} -m mctf " + EVAL.format(images=files["images"]) + "/dev/stdout"
         subprocess.run(line + " > out.txt", shell=True, check=True)
         text = (workdir / "out.txt").read_text()
-        assert json.JSONDecoder().raw_decode(text)[0]["model"] == "embedded"
-        assert "embedded on 2 images" in text, "the table follows the JSON object"
+        assert json.JSONDecoder().raw_decode(text)[0]["model"] == "embedded_small"
+        assert "embedded_small on 2 images" in text, "the table follows the JSON object"
 
 
 class TestFiles:

@@ -179,7 +179,7 @@ def test_read_recipe(values: dict[str, Any]) -> None:
     with bounded():
         read_recipe(values)
     with bounded():
-        read_recipe({"model": "embedded", "data": "/", **values})
+        read_recipe({"model": "embedded_small", "data": "/", **values})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -202,7 +202,7 @@ def test_every_field_of_a_recipe(name: str, record_property: Record) -> None:
         {},
     ):
         with bounded():
-            read_recipe({"model": "embedded", "data": "/", name: value})
+            read_recipe({"model": "embedded_small", "data": "/", name: value})
     record_property("cases", ["parsers", 15])
 
 
@@ -212,7 +212,7 @@ def test_every_field_of_a_recipe(name: str, record_property: Record) -> None:
 @example("new\nline\r\n\ttab ")
 @example("\x85\u2028")
 def test_recipes_round_trip(text: str) -> None:
-    recipe = Recipe(model="embedded", data="/", output=f"a{text}")
+    recipe = Recipe(model="embedded_small", data="/", output=f"a{text}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.toml"
         path.write_text(recipe.as_toml(), encoding="utf-8", newline="")

@@ -42,15 +42,15 @@ def test_help_fits(command: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> 
 @pytest.mark.parametrize(
     "line",
     [
-        "plan embedded",
+        "plan embedded_small",
         "plan vit_large_patch14_224 --image-size 14000",
-        "eval embedded --data {images} -m mctf,ats -r 0,16,fast --limit 4",
+        "eval embedded_small --data {images} -m mctf,ats -r 0,16,fast --limit 4",
         pytest.param(
-            "compare embedded --data {images} --methods mctf,evit,ats,dynamic_vit --gflops 0.5,0.6 --limit 2",
+            "compare embedded_small --data {images} --methods mctf,evit,ats,dynamic_vit --gflops 0.5,0.6 --limit 2",
             marks=pytest.mark.slow,
         ),
-        "compare embedded --data {images} --methods tome --gflops 0.05,0.5 --limit 2",
-        "finetune embedded --data {images} --epochs 1 --batch 4 -r 4 --augmentation weak",
+        "compare embedded_small --data {images} --methods tome --gflops 0.05,0.5 --limit 2",
+        "finetune embedded_small --data {images} --epochs 1 --batch 4 -r 4 --augmentation weak",
     ],
 )
 def test_output_fits(command: Run, columns: int, line: str) -> None:
@@ -68,7 +68,7 @@ def test_output_fits(command: Run, columns: int, line: str) -> None:
 
 
 def test_columns_that_do_not_fit_are_named(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "compare embedded --data {images} --methods tome --gflops 0.5 --limit 2"
+    line = "compare embedded_small --data {images} --methods tome --gflops 0.5 --limit 2"
     monkeypatch.setenv("COLUMNS", "120")
     assert "left out" not in command(line).out
     monkeypatch.setenv("COLUMNS", "70")
@@ -85,7 +85,7 @@ def widest(text: str) -> int:
 def test_progress_moves_from_the_first_second_on(files: dict[str, str]) -> None:
     """On a real terminal of 80 columns no gap is longer than a few seconds, the imports included."""
     methods = "mctf,tome,evit,bat,ats"
-    line = ["compare", "embedded", "--data", files["images"], "--methods", methods, "--gflops", "0.5,0.6"]
+    line = ["compare", "embedded_small", "--data", files["images"], "--methods", methods, "--gflops", "0.5,0.6"]
     start = time.monotonic()
     process, terminal = pty.fork()
     if process == 0:
@@ -105,7 +105,7 @@ def test_progress_moves_from_the_first_second_on(files: dict[str, str]) -> None:
         last = time.monotonic()
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0, text.decode()
     assert max(gaps) < 5, f"silent for {max(gaps):.1f} s"
-    for stage in (b"loading PyTorch", b"loading embedded", b"matching FLOPs", b"comparing"):
+    for stage in (b"loading PyTorch", b"loading embedded_small", b"matching FLOPs", b"comparing"):
         assert stage in text
     plain = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", text).decode().replace("\r", "\n")
     assert widest(plain) <= 80 or widest(plain) <= max(map(len, plain.split())) + 2

@@ -90,3 +90,11 @@ def test_both_baselines_have_a_column(bench: Command, monkeypatch: pytest.Monkey
 )
 def test_bad_input_is_refused_in_one_line(bench: Command, arguments: list[str], text: str) -> None:
     assert text in bench.refusal(*arguments)
+
+
+def test_blocks_that_fuse_are_timed_and_named(bench: Command) -> None:
+    line = ("embedded_small", "-m", "ward", "--flops", "0.8", "--blocks", "3,5", "--batch", 1, "--rounds", 1)
+    (table,) = json.loads(bench(*line, "--json").out)["tables"]
+    (ward,) = (row for row in table["rows"] if row["name"] == "ward")
+    assert "flops=0.8 in blocks 3,5" in table["title"]
+    assert ward["gflops"] / table["rows"][0]["gflops"] == pytest.approx(0.8, abs=0.005)

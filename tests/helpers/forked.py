@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _PRELOADED = ["mctf.cli.finetune", "mctf.cli.reproduce", "mctf.train.build", "mctf.reproduce.write", "mctf.models"]
+_PRELOADED += ["mctf.cli.embed", "mctf.embedding.job", "mctf.embedding.ray_engine", "mctf.evaluation.environment"]
 _PRELOADED += ["mctf.reproduce.analyses", "mctf.evaluation.setup", "matplotlib.figure", "jinja2", "tensorboard"]
 TIMEOUT = 60  # seconds, on a loaded machine
 

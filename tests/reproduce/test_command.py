@@ -206,7 +206,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(run, basic, tmp_pa
 
 @pytest.mark.slow
 def test_all_experiments(run, place: Path, tmp_path: Path) -> None:
-    data = ["embedded", "--data", place / "pictures", "--out", "report"]
+    data = ["embedded_small", "--data", place / "pictures", "--out", "report"]
     assert run(*data, "--quick", "--limit", 4).code == 0
     content = json.loads((tmp_path / "report" / "report.json").read_text())
     assert (list(content["experiments"]), content["skipped"]) == ([each.name for each in experiments()], {})

@@ -27,6 +27,7 @@ _COMMANDS = {
     "finetune": "Fine-tune a model for token fusion.",
     "bench": "Speed of unfused, fused and free-drop models, in one run.",
     "export": "Write a fused model for ONNX Runtime, OpenVINO or AOTInductor.",
+    "embed": "Vectors of millions of images, resumable, by a fused model.",
     "reproduce": "Reproduce the paper's tables and figures, as one page.",
     "visualize": "Draw which patches were fused.",
     "demo": "Try it on this machine, without downloads.",

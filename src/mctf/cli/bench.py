@@ -16,12 +16,15 @@ from .options import (
     NAMES,
     REDUCTIONS,
     Parsed,
+    blocks_option,
     budgets_option,
+    calibration_option,
     device_option,
     dtype_option,
     image_size_option,
     json_option,
     output_option,
+    quantized_precisions,
     schedule_option,
     threads_option,
     trim_last_option,
@@ -32,7 +35,8 @@ from .progress import Command, progress
 if TYPE_CHECKING:
     from ..core.schedule import ReductionSpec
     from ..deploy.benchmark import Contender
-    from ..evaluation.benchmark import BenchmarkConfig, Measurement
+    from ..evaluation.benchmark import Measurement
+    from ..evaluation.contenders import BenchmarkConfig
 
 _LARGEST_BATCH = 10**9
 
@@ -62,6 +66,10 @@ Examples:
       --compile --training
   mctf bench deit_small_patch16_224 --format torch,onnx,openvino \\
       --method ward --flops 0.56 --batch 1,8
+  mctf bench deit_small_patch16_224 --format torch,onnx,openvino \\
+      --precision fp32,int8 --method ward --flops 0.56 --batch 1,8
+  mctf bench vit_large_patch16_224 -m ward --flops 0.56 --batch 128 \\
+      --dtype bfloat16 --compile --precision bf16,fp8
   mctf bench deit_small.onnx deit_small_ward.onnx --batch 1,8
 """,
 )
@@ -69,6 +77,7 @@ Examples:
 @click.option("-r", "reductions", type=REDUCTIONS, help="Tokens to fuse per block: 16,0.35,fast; 16 by default.")
 @budgets_option
 @schedule_option
+@blocks_option
 @click.option("--method", "-m", "methods", type=NAMES, help="Methods to time; mctf,mctf_exact,tome by default.")
 @click.option(
     "--batch",
@@ -90,6 +99,13 @@ Examples:
     type=NAMES,
     help="On the CPU, unfused and fused, in these formats: torch,onnx,openvino,aoti,pt2.",
 )
+@click.option(
+    "--precision",
+    "precisions",
+    type=NAMES,
+    help="Also quantized: bf16,fp8 on a GPU, fp32,int8 on a CPU and with --format.",
+)
+@calibration_option
 @click.option("--weights", type=FILE, help="Weights file, for the KL of --format; random weights by default.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Timings per contender.")
 @device_option
@@ -101,6 +117,7 @@ def command(
     reductions: list["ReductionSpec"] | None,
     budgets: list[float] | None,
     schedule: Path | None,
+    blocks: tuple[int, ...] | None,
     methods: list[str] | None,
     batches: list[int],
     trim_last: bool | None,
@@ -110,6 +127,8 @@ def command(
     training: bool,
     mode: str,
     formats: list[str] | None,
+    precisions: list[str] | None,
+    calibration: str | None,
     weights: Path | None,
     rounds: int,
     device_name: str | None,
@@ -126,6 +145,8 @@ def command(
     over rounds; a speed-up is the median of the ratios within rounds.
 
     Exported files are timed against each other. --format exports the unfused and the fused models first.
+
+    --precision also times baseline and methods quantized (mctf.quantize); speed-ups are over the unquantized baseline.
     """
     check_outputs(output, inputs=(schedule, weights))
     if reductions is not None and budgets is not None:
@@ -141,18 +162,40 @@ def command(
     if any(files) or formats is not None:
         if training or compiled or dtype != "float32" or device_name not in (None, "cpu"):
             raise MctfError("exported models run on the CPU: leave out --training, --compile, --dtype and --device")
-        if any(files) and not (all(files) and not any((reductions, budgets, schedule, methods, formats, weights))):
-            raise MctfError("exported files are timed as they are: give files alone, without -r, --method or --format")
+        if any(files) and not (
+            all(files) and not any((reductions, budgets, schedule, blocks, methods, formats, weights, precisions))
+        ):
+            raise MctfError(
+                "exported files are timed as they are: give files alone, without -r, --method, --format or --precision"
+            )
         given: list[dict[str, Any]] = [{"r": r} for r in reductions or ()]
         given += [{"flops": budget} for budget in budgets or ()]
         given += [] if schedule is None else [{"schedule": schedule}]
-        contenders = _exported(models, formats, methods, given, weights=weights, image_size=image_size)
+        if blocks is not None:
+            given = [amount | {"blocks": blocks} for amount in given or [{}]]
+        quantized = quantized_precisions(precisions, dtype)
+        if "fp8" in quantized:
+            raise MctfError("--format times models on the CPU, where fp8 is no faster: choose --precision fp32,int8")
+        if calibration is not None and not quantized:
+            raise MctfError("--calibration is for models in int8: add --precision fp32,int8")
+        contenders = _exported(
+            models,
+            formats,
+            methods,
+            given,
+            weights=weights,
+            image_size=image_size,
+            precisions=[each for each in ("fp32", *quantized) if precisions is None or each in precisions],
+            calibration=calibration,
+        )
         _bench_formats(contenders, batches, rounds=rounds, threads=threads, output=output, as_json=as_json)
         return
-    if weights is not None:
-        raise MctfError("--weights is for the KL of --format: speed does not depend on weights")
+    quantized = quantized_precisions(precisions, dtype)
+    if weights is not None or calibration is not None:
+        raise MctfError("--weights and --calibration are for --format: speed does not depend on weights or images")
 
-    from ..evaluation.benchmark import BenchmarkConfig, inconclusive, verdicts
+    from ..evaluation.benchmark import inconclusive, verdicts
+    from ..evaluation.contenders import BenchmarkConfig
     from ..evaluation.environment import command_line, commit, describe_device, pick_device, set_threads, versions
     from ..hosts import find_host
     from ..models.loading import create, create_empty
@@ -179,7 +222,7 @@ def command(
             None if saved else name,
             r=amount["r"],
             flops=amount.get("flops"),
-            blocks=None,
+            blocks=blocks,
             schedule=saved,
             options={},
         )
@@ -204,7 +247,9 @@ def command(
                 compiled=mode if compiled else None,
                 rounds=rounds,
                 training=precision if training else None,
+                blocks=blocks,
                 trim_last=trim_last,
+                precisions=tuple(quantized),
                 **amount,
             )
             where = describe_device(next(model.parameters()).device)
@@ -243,8 +288,10 @@ def _exported(
     *,
     weights: Path | None,
     image_size: tuple[int, int] | None,
+    precisions: Sequence[str],
+    calibration: str | None,
 ) -> "Iterator[list[Contender]]":
-    """Exported files as contenders, or one model in several formats, unfused and fused."""
+    """Exported files as contenders, or one model in several formats and precisions, unfused and fused."""
     from ..deploy.benchmark import TORCH, Contender
     from ..deploy.exported import load_exported
     from ..deploy.formats import FORMATS
@@ -262,12 +309,21 @@ def _exported(
     if len(models) > 1:
         raise MctfError("--format takes one model: time them one by one")
 
+    import torch
+
     from ..api import fuse
+    from ..data import Preprocessing, open_dataset
+    from ..evaluation.setup import CALIBRATION_IMAGES
     from ..models.loading import copy_sharing_weights, load_described
 
     (name,) = models
+    source = None if calibration is None else open_dataset(calibration)
     model, _ = load_described(name, weights=weights, random=weights is None, image_size=image_size)
     variants = {"unfused": model.eval()}
+    images = None
+    if source is not None:
+        chosen, transform = source.spaced(CALIBRATION_IMAGES), Preprocessing.of(model).transform()
+        images = torch.stack([transform(image) for _, image in chosen.readable(skip=False)])
     names = [None] if any("schedule" in amount for amount in amounts) else methods or ["ward"]
     for method in names:
         for amount in amounts or [{}]:
@@ -275,12 +331,20 @@ def _exported(
             variants[label] = fuse(copy_sharing_weights(model), method, **amount)
     with tempfile.TemporaryDirectory() as folder:
         contenders = []
-        with progress("exporting", total=len(formats) * len(variants)) as tick:
-            for each in formats:
-                for number, (label, variant) in enumerate(variants.items()):
-                    own = Path(folder) / f"{each}{number}"
-                    contenders.append(Contender.of_model(variant, name, each, folder=own, label=label))
-                    tick()
+        with progress("exporting", total=len(formats) * len(variants) * len(precisions)) as tick:
+            for number, (each, label, precision) in enumerate(product(formats, variants, precisions)):
+                contenders.append(
+                    Contender.of_model(
+                        variants[label],
+                        name,
+                        each,
+                        folder=Path(folder) / str(number),
+                        label=label,
+                        precision=precision,
+                        calibration=images,
+                    )
+                )
+                tick()
         yield contenders
 
 
@@ -324,10 +388,15 @@ def _bench_formats(
             print_formats(table["rows"], title=table["title"], notes=table["notes"])
 
 
+def _steps(config: "BenchmarkConfig") -> int:
+    """An upper bound of the steps of a benchmark: contenders and rounds."""
+    return len(config.methods) + config.rounds + 4 + len(config.precisions) * (len(config.methods) + 1)
+
+
 def _run(model: Any, config: "BenchmarkConfig", title: str) -> tuple["Measurement", ...]:
     from ..evaluation.benchmark import benchmark
 
-    with progress(title, total=len(config.methods) + config.rounds + 4) as tick:
+    with progress(title, total=_steps(config)) as tick:
         try:
             return benchmark(model, config, tick=tick)
         except Exception as error:

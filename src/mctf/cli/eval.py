@@ -12,10 +12,13 @@ from .options import (
     FILE,
     NAMES,
     REDUCTIONS,
+    FiniteRange,
     blocks_option,
     budgets_option,
+    calibration_option,
     options_option,
     parse_options,
+    quantized_precisions,
     run_options,
     trim_last_option,
 )
@@ -46,6 +49,9 @@ Examples:
       -r 0,16 --method mctf,tome --json
   mctf eval deit_small_patch16_224 --data imagenet/val \\
       --method ward --flops 0.58 --dense
+  mctf eval deit_small_patch16_224 --data imagenet/val \\
+      --method ward --flops 0.56 --precision fp8 \\
+      --calibration photos.zip --max-kl 0.002
   torchrun --nproc-per-node 8 -m mctf eval deit_base_patch16_224 \\
       --data imagenet/val
 """,
@@ -66,6 +72,18 @@ Examples:
     show_default=True,
     help="How tokens that were fused are restored where every token is read.",
 )
+@click.option(
+    "--precision",
+    "precisions",
+    type=NAMES,
+    help="Also every row quantized: fp8 (GPUs; emulated elsewhere) or int8 (CPUs).",
+)
+@calibration_option
+@click.option(
+    "--max-kl",
+    type=FiniteRange(0),
+    help="KL that quantizing may add on the calibration images; the most sensitive layers keep their dtype.",
+)
 @run_options
 def command(
     reductions: list["ReductionSpec"] | None,
@@ -77,6 +95,9 @@ def command(
     trim_last: bool | None,
     dense: bool,
     restore: str,
+    precisions: list[str] | None,
+    calibration: str | None,
+    max_kl: float | None,
     output: Path | None,
     as_json: bool,
     **options: Any,
@@ -87,28 +108,39 @@ def command(
     patches, for models that give one token per input token: those that pool all of them, and all with --dense. Mean,
     std, crop and interpolation are those of the model. Every batch runs through all settings in turn. Under torchrun
     the ranks share the images; each image counts once. --json adds the standard error of each KL, kl_error.
+
+    --precision quantizes the linear layers of the blocks, see mctf.quantize, and prints the KL that this adds to each
+    row.
     """
     check_outputs(output, inputs=(options["data"], options["weights"], options["classes"], *schedules))
     from ..deploy.exported import is_exported
 
     if is_exported(options["model"]):
-        if any((methods, reductions, budgets, schedules, blocks, pairs)):
+        if any((methods, reductions, budgets, schedules, blocks, pairs, precisions, calibration)):
             raise MctfError(
-                f"{options['model']} is exported as it is fused: leave out -r, --flops, --method and the like"
+                f"{options['model']} is exported as it is: leave out -r, --method, --precision and the like"
             )
         _evaluate_file(options, output=output, as_json=as_json)
         return
     requests = _requests(methods, reductions, budgets, schedules, blocks, pairs)
+    quantized = quantized_precisions(precisions, options["dtype"])
+    if ("fp8" in quantized or max_kl is not None) and calibration is None:
+        raise MctfError("fp8 and --max-kl need images beside those of --data: add --calibration IMAGES")
+    if not quantized and (calibration is not None or max_kl is not None):
+        raise MctfError("--calibration and --max-kl are for quantized rows: add --precision fp8 or int8")
 
     from ..evaluation.evaluate import evaluate, passes
     from ..evaluation.setup import RunOptions
+    from ..quantization import QuantizationRequest
 
     with open_run(RunOptions(**options)) as run:
         reading = {"dense": dense, "trim_last": trim_last, "restore": restore}
         settings = _settings(run.model, requests, blocks, parse_options(pairs), reading)
-        steps = len(run.batches) * passes(settings)
+        images = None if calibration is None else run.calibration(calibration)
+        quantizations = [QuantizationRequest(name, images, max_kl) for name in quantized]
+        steps = len(run.batches) * passes(settings, len(quantizations))
         with progress("evaluating", steps, wanted=run.options.progress) as tick:
-            evaluation = evaluate(run.model, run.batches, settings, tick=tick)
+            evaluation = evaluate(run.model, run.batches, settings, quantizations=quantizations, tick=tick)
     if not run.distributed.is_main:  # only rank 0 reports
         return
     facts = {

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._utils import plural
+from ..errors import MctfError
 from .options import (
     FILE,
     amount_options,
     blocks_option,
+    calibration_option,
     dtype_option,
     image_size_option,
     json_option,
@@ -42,6 +44,8 @@ Examples:
   mctf export deit_small_patch16_224 --method ward --flops 0.56 \\
       --format openvino --output deit_small_ward.xml --data photos.zip
   mctf export deit_small_patch16_224 -r 0 --output deit_small.onnx
+  mctf export deit_small_patch16_224 --method ward --flops 0.56 \\
+      --precision int8 --calibration photos.zip --output deit_small.onnx
   mctf export hf:google/siglip-base-patch16-224 --method ward \\
       --format aoti --batch 1 --output tower.pt2
 """,
@@ -57,6 +61,8 @@ Examples:
 @image_size_option
 @click.option("--batch", type=click.IntRange(1, 4096), help="A fixed batch size; any batch by default.")
 @dtype_option
+@click.option("--precision", help="fp32, fp16, bf16 (as --dtype), or int8: the linear layers of the blocks.")
+@calibration_option
 @click.option("--data", help="Images to check the file on; generated ones by default.")
 @click.option(
     "--images", "count", type=click.IntRange(1, 10_000), default=100, show_default=True, help="Of --data at most."
@@ -81,6 +87,8 @@ def command(
     image_size: tuple[int, int] | None,
     batch: int | None,
     dtype: str,
+    precision: str | None,
+    calibration: str | None,
     data: str | None,
     count: int,
     check: bool,
@@ -93,14 +101,15 @@ def command(
     The file is then run on images at batch 1 and at a larger one, and compared with the model in PyTorch. Two nearly
     equal tokens may be chosen in another order wherever rounding differs, also between float32 and float64 in PyTorch:
     such images are flipped. Where the file flips more images than that, or the median image differs by more than
-    rounding, the command fails and no file is left.
+    rounding, the command fails and no file is left. In int8 it may differ by four times what int8 in PyTorch does.
     """
-    check_outputs(target, inputs=(data, weights, schedule))
+    check_outputs(target, inputs=(data, weights, schedule, calibration))
 
     from ..api import fuse
     from ..data import ReadLimits, open_dataset
-    from ..deploy.export import check_request, export, refuse_adaptive
+    from ..deploy.export import check_precision, check_request, export, refuse_adaptive
     from ..evaluation.environment import set_threads
+    from ..evaluation.setup import CALIBRATION_IMAGES
     from ..models.loading import load_described
     from ..planning import FusionRequest
 
@@ -108,12 +117,20 @@ def command(
     limits = ReadLimits.of(**options)
     if format_name is None:
         format_name = {".xml": "openvino", ".pt2": "pt2"}.get(target.suffix, "onnx")
-    check_request(target, format_name)
+    kind, _ = check_request(target, format_name)
+    _, int8 = check_precision(precision, dtype)
+    if int8 and "onnx" in kind.packages and calibration is None:
+        raise MctfError(
+            f"{kind.name} in int8 needs images that show the ranges of activations: add --calibration IMAGES"
+        )
+    if calibration is not None and not (int8 and "onnx" in kind.packages):
+        raise MctfError("--calibration is for ONNX and OpenVINO files in int8: leave it out, or add --precision int8")
     own = parse_options(pairs)
     request = FusionRequest.of(method, r=r, flops=flops, blocks=blocks, schedule=schedule, options=own)
     if request.method.adaptive:
         refuse_adaptive(request.method)
     dataset = None if data is None else open_dataset(data, limits=limits).spaced(count)
+    shown = None if calibration is None else open_dataset(calibration, limits=limits).spaced(CALIBRATION_IMAGES)
     set_threads(threads)
     with progress(f"loading {model}", wanted=wanted) as bar:
         loaded, _ = load_described(model, weights=weights, random=random_weights, image_size=image_size)
@@ -126,6 +143,8 @@ def command(
             format_name,
             batch=batch,
             dtype=dtype,
+            precision=precision,
+            calibration=None if shown is None else _images(loaded, shown),
             images=images,
             check=check,
             name=model,
@@ -158,14 +177,15 @@ def _print(report: "ExportReport") -> None:
     facts = report.metadata
     fusion = "unfused" if facts.method is None else f"{facts.method} r={facts.r}"
     cost = f"{facts.gflops:.2f} GFLOPs of {facts.gflops_base:.2f}"
+    precision = "int8" if facts.precision == "int8" else facts.dtype
     batch = "any batch" if facts.batch is None else f"batch {facts.batch}"
-    echo(f"{facts.model}, {fusion}, {cost}, {facts.format}, {facts.dtype}, {batch}")
+    echo(f"{facts.model}, {fusion}, {cost}, {facts.format}, {precision}, {batch}")
     for file in report.files:
         echo(f"  {file}: {file.stat().st_size / 2**20:.1f} MiB")
     if report.control is None:
         echo("note: the file was not run; leave out --no-check to compare it with the model")
         return
-    other = "float64" if facts.dtype == "float32" else facts.dtype
+    other = "float64" if precision == "float32" else precision
     echo(f"against the model in PyTorch, float32, on {plural(report.control.images, 'image')}:")
     for size, each in report.parity.items():
         echo(f"  file, batch {size}: {each}")

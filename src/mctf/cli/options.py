@@ -11,7 +11,7 @@ import click
 from .._utils import parse_image_size
 from ..core.budget import parse_flops
 from ..core.schedule import ReductionSpec, parse_blocks, parse_r
-from ..errors import MctfError
+from ..errors import MctfError, did_you_mean
 
 
 class FileName(click.Path):
@@ -131,7 +131,9 @@ budgets_option: Decorator = click.option(
     "--flops", "budgets", type=BUDGETS, help="In place of -r: shares of the unfused model's FLOPs to keep: 0.56,0.67."
 )
 schedule_option: Decorator = click.option(
-    "--schedule", type=FILE, help="In place of -r and --method: a schedule that mctf tune wrote."
+    "--schedule",
+    type=FILE,
+    help="In place of -r and --method: a schedule that mctf tune wrote, or the name of one in mctf.",
 )
 method_option: Decorator = click.option("--method", "-m", help="Token-reduction method; mctf by default.")
 options_option: Decorator = click.option(
@@ -170,11 +172,33 @@ dtype_option: Decorator = click.option(
 threads_option: Decorator = click.option(
     "--threads", type=click.IntRange(1), help="CPU threads; the default of torch if unset."
 )
+calibration_option: Decorator = click.option(
+    "--calibration",
+    metavar="IMAGES",
+    help="Images that show the ranges of activations, as for --data; others than those that are evaluated.",
+)
 progress_option: Decorator = click.option(
     "--progress/--no-progress", default=None, help="Progress bar on stderr; on a terminal by default."
 )
 output_option: Decorator = click.option("--output", type=FILE, help="Also write the JSON object into this file.")
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+
+
+def quantized_precisions(names: Sequence[str] | None, dtype: str) -> list[str]:
+    """The precisions of --precision that quantize; the others must name the dtype of the model."""
+    from ..deploy.metadata import SHORT_NAMES
+    from ..kernels.quantized_linear import KINDS
+
+    own = SHORT_NAMES[dtype]
+    for name in names or ():
+        if name in SHORT_NAMES.values() and name != own:
+            wanted = next(each for each, short in SHORT_NAMES.items() if short == name)
+            raise MctfError(f"--precision {name} is not the dtype of the model, {dtype}: add --dtype {wanted}")
+        if name not in (own, *KINDS):
+            raise MctfError(f"precision {name!r} is unknown: {did_you_mean(name, (own, *KINDS))}")
+    if names is not None and not names:
+        raise MctfError(f"--precision is empty: write {own},fp8")
+    return [name for name in dict.fromkeys(names or ()) if name != own]
 
 
 def limits_options(command: Callable[..., Any]) -> Callable[..., Any]:

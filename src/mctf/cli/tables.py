@@ -148,7 +148,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequen
 
 def _cells(row: Row) -> list[str]:
     return [
-        row.method,
+        row.method if row.precision is None else f"{row.method}, {row.precision}",
         _format_r(row.r),
         _number(row.top1, ".1f"),
         _number(row.top5, ".1f"),

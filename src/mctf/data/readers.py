@@ -8,6 +8,7 @@ import os
 import stat
 import zipfile
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,24 +104,23 @@ class FileReader(ABC):
     """Image files named `class/name.jpg`, or `name.jpg` without classes, in the order of their names.
 
     The outermost folder is the class. Orientation tags are ignored, as in training and in published results.
+    labeled: False where nobody asks for classes: any nesting will do.
     """
 
     classes: list[str] | None = None
 
-    def __init__(self, path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> None:
+    def __init__(self, path: Path, limits: ReadLimits = DEFAULT_LIMITS, *, labeled: bool = True) -> None:
         self.source = str(path)
         self.path = path
         self.limits = limits
         files = self._files()
         if not files:
             raise MctfError(f"{path} is empty: expected images, or class folders with images in them")
-        self.names = sorted(
-            name for name in files if name.lower().endswith(IMAGE_SUFFIXES) and not any(map(_hidden, name.split("/")))
-        )
+        self.names = sorted(name for name in files if is_image_name(name))
         if not self.names:
             raise MctfError(f"{path} holds no images: expected files ending in {', '.join(IMAGE_SUFFIXES)}")
         loose = [name for name in self.names if "/" not in name]
-        if loose and len(loose) < len(self.names):
+        if labeled and loose and len(loose) < len(self.names):
             raise MctfError(f"{path} holds class folders and loose images ({loose[0]}) side by side: keep one kind")
         self.class_names: list[str] | None = None if loose else [name.split("/", 1)[0] for name in self.names]
         self.unlabeled = f"the images of {path} are in no class folders (class/name.jpg)" if loose else ""
@@ -147,8 +147,11 @@ class FileReader(ABC):
         return self.names[index]
 
     def read(self, index: int) -> Image.Image:
-        name = self.names[index]
-        return decode_image(lambda: self._bytes(name), name=str(self.path / name), limits=self.limits)
+        return decode_image(lambda: self.content(index), name=str(self.path / self.names[index]), limits=self.limits)
+
+    def content(self, index: int) -> bytes:
+        """One encoded image; raises exceptions of any type."""
+        return self._bytes(self.names[index])
 
     def empty_classes(self) -> list[str]:
         return sorted({name for name in self._folders() if not _hidden(name)} - set(self.class_names or ()))
@@ -162,33 +165,7 @@ class FolderReader(FileReader):
     """
 
     def _files(self) -> list[str]:
-        files: list[str] = []
-        seen: dict[tuple[int, int], str] = {}  # device and inode: the path below the root
-        pending = [""]
-        while pending:
-            folder = pending.pop()
-            try:
-                status = os.stat(self.path / folder)
-                first = seen.setdefault((status.st_dev, status.st_ino), folder)
-                if first != folder:
-                    if not first or folder.startswith(first + "/"):
-                        continue
-                    raise MctfError(
-                        f"{self.path / first} and {self.path / folder} are one folder, whose images would count "
-                        "twice: remove one of the links"
-                    )
-                with os.scandir(self.path / folder) as entries:
-                    for entry in entries:
-                        name = f"{folder}/{entry.name}" if folder else entry.name
-                        if not _is_folder(entry):
-                            files.append(name)
-                        elif not _hidden(entry.name):
-                            pending.append(name)
-            except OSError as error:
-                raise MctfError(
-                    f"{self.path / folder} cannot be read ({error.strerror}): make it readable, or remove it"
-                ) from None
-        return files
+        return list(walk_files(self.path))
 
     def _folders(self) -> list[str]:
         with os.scandir(self.path) as entries:
@@ -206,6 +183,38 @@ class FolderReader(FileReader):
             return name, None
 
 
+def walk_files(root: Path) -> Iterator[str]:
+    """Paths of all files below a folder, with "/" between folders: its files by name, then its folders by name."""
+    seen: dict[tuple[int, int], str] = {}  # device and inode: the path below the root
+    pending = [""]
+    while pending:
+        folder = pending.pop()
+        try:
+            status = os.stat(root / folder)
+            first = seen.setdefault((status.st_dev, status.st_ino), folder)
+            if first != folder:
+                if not first or folder.startswith(first + "/"):
+                    continue
+                raise MctfError(
+                    f"{root / first} and {root / folder} are one folder, whose images would count "
+                    "twice: remove one of the links"
+                )
+            with os.scandir(root / folder) as entries:
+                kinds = sorted((entry.name, _is_folder(entry)) for entry in entries)
+        except OSError as error:
+            raise MctfError(
+                f"{root / folder} cannot be read ({error.strerror}): make it readable, or remove it"
+            ) from None
+        prefix = f"{folder}/" if folder else ""
+        yield from (prefix + name for name, is_folder in kinds if not is_folder)
+        pending += [prefix + name for name, is_folder in reversed(kinds) if is_folder and not _hidden(name)]
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a path with "/" between folders is that of an image, by its ending, and is not hidden."""
+    return name.lower().endswith(IMAGE_SUFFIXES) and not any(map(_hidden, name.split("/")))
+
+
 class ZipReader(FileReader):
     """A zip file, read in place.
 
@@ -214,10 +223,10 @@ class ZipReader(FileReader):
     them: without a leading "/" or "./", and with "\\" as the separator where there is no "/".
     """
 
-    def __init__(self, path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> None:
+    def __init__(self, path: Path, limits: ReadLimits = DEFAULT_LIMITS, *, labeled: bool = True) -> None:
         self._handle: tuple[int, zipfile.ZipFile] | None = None  # process id and its handle
         self._renamed: dict[str, str] = {}  # the name in the zip file, where it is another one
-        super().__init__(path, limits)
+        super().__init__(path, limits, labeled=labeled)
 
     def _files(self) -> list[str]:
         names: dict[str, None] = {}

@@ -52,8 +52,11 @@ class Preprocessing:
             std=tuple(config["std"]),
         )
 
-    def transform(self) -> Transform:
-        """From a PIL image to the model's input. An image of the right size is not resampled."""
+    def transform(self, *, normalize: bool = True) -> Transform:
+        """From a PIL image to the model's input. An image of the right size is not resampled.
+
+        normalize: False for the cropped image as uint8, a quarter of the bytes; the device normalizes it.
+        """
         transform: Any = create_transform(
             input_size=(3, *self.image_size),
             crop_pct=self.crop_pct,
@@ -61,6 +64,7 @@ class Preprocessing:
             interpolation=self.interpolation,
             mean=self.mean,
             std=self.std,
+            normalize=normalize,
         )
         for step in transform.transforms:
             if isinstance(step, ResizeKeepRatio):  # for non-square crops timm adds it, always bilinear

@@ -1,6 +1,7 @@
-"""Speed, size and fidelity of one model in several formats, unfused and fused, all timed in one run on the CPU.
+"""Speed, size and fidelity of one model in several formats and precisions, unfused and fused, in one run on the CPU.
 
-A speed-up compares with the unfused model in the same format, or with the first contender where there is none.
+A speed-up compares with the unfused model in the same format in float32, or with the first contender where there is
+none.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +17,16 @@ from ..data import Preprocessing
 from ..errors import MctfError
 from ..evaluation.fidelity import kl_divergence
 from ..evaluation.timing import time_interleaved, why_inconclusive
+from ..kernels.quantized_linear import QuantizedLinear
+from ..models.loading import copy_sharing_weights
+from ..quantization import quantize
 from .export import export
 from .exported import ExportedModel, load_exported
 from .formats import find_format
 from .metadata import ExportMetadata
 from .parity import generated_images, run_batches
 
+FP32 = "fp32"
 TORCH = "torch"  # eager PyTorch, beside the formats of files
 
 
@@ -43,15 +48,44 @@ class Contender:
         return cls(model.path.name, facts.format, model, facts, size)
 
     @classmethod
-    def of_model(cls, model: nn.Module, name: str, format: str, *, folder: Path, label: str) -> "Contender":
-        """A model in PyTorch, or exported into a folder. It is checked as `mctf.export` does."""
+    def of_model(
+        cls,
+        model: nn.Module,
+        name: str,
+        format: str,
+        *,
+        folder: Path,
+        label: str,
+        precision: str = FP32,
+        calibration: Tensor | None = None,
+    ) -> "Contender":
+        """A model in PyTorch, or exported into a folder. It is checked as `mctf.export` does.
+
+        calibration: for formats that need images in int8; generated ones by default.
+        """
+        label = f"{label}, {format}" + ("" if precision == FP32 else f", {precision}")
         if format == TORCH:
-            weights = sum(value.nbytes for value in model.state_dict().values())
-            metadata = ExportMetadata.of(model, format=TORCH, dtype="float32", batch=None, name=name)
-            return cls(f"{label}, {format}", format, model.eval(), metadata, weights)
+            metadata = ExportMetadata.of(
+                model, format=TORCH, dtype="float32", batch=None, name=name, precision=precision
+            )
+            if precision != FP32:
+                model = quantize(copy_sharing_weights(model), precision)
+            return cls(label, format, model.eval(), metadata, weight_bytes(model))
         folder.mkdir(parents=True)
-        report = export(model, folder / f"model{find_format(format).suffix}", format, name=name)
-        return cls(f"{label}, {format}", format, load_exported(report.path), report.metadata, report.bytes)
+        if calibration is None:
+            calibration = generated_images(
+                ExportMetadata.of(model, format=format, dtype="float32", batch=None).preprocessing
+            )
+        path = folder / f"model{find_format(format).suffix}"
+        report = export(model, path, format, name=name, precision=precision, calibration=calibration)
+        return cls(label, format, load_exported(report.path), report.metadata, report.bytes)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the weights that a model reads: of a quantized layer, the quantized ones."""
+    total = sum(value.nbytes for value in model.state_dict().values())
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    return total + sum(each.quantized.nbytes + each.weight_scale.nbytes - each.weight.nbytes for each in layers)
 
 
 @dataclass(frozen=True)
@@ -65,6 +99,7 @@ class FormatMeasurement:
     format: str
     method: str | None
     r: ReductionSpec | None
+    precision: str
     batch: int
     milliseconds: float
     spread: float
@@ -98,7 +133,9 @@ def benchmark_formats(
         unfused = [
             other
             for candidate, other in zip(contenders, timings, strict=True)
-            if candidate.format == each.format and candidate.metadata.method is None
+            if candidate.format == each.format
+            and candidate.metadata.method is None
+            and candidate.metadata.precision == FP32
         ]
         classifies = first.output == "logits" and each is not contenders[0] and output.shape == outputs[0].shape
         results.append(
@@ -107,6 +144,7 @@ def benchmark_formats(
                 format=each.format,
                 method=each.metadata.method,
                 r=each.metadata.r,
+                precision=each.metadata.precision,
                 batch=batch,
                 milliseconds=timing.median * 1e3,
                 spread=timing.spread,
@@ -131,6 +169,22 @@ def sample(preprocessing: Preprocessing, batch: int, least: int = 16) -> Tensor:
 
 
 def verdict(results: Sequence[FormatMeasurement]) -> list[str]:
-    """A line where the timings are those of a busy machine."""
+    """What int8 gains over float32 in the same format and fusion; one line where the machine is busy."""
     busy = why_inconclusive(spread=max(each.spread for each in results), upper_bound=None)
-    return [] if busy is None else [busy]
+    if busy is not None:
+        return [busy]
+    lines = []
+    for each in results:
+        other = next((one for one in results if _differ_in_precision(one, each)), None)
+        if other is None:
+            continue
+        gain = other.milliseconds / each.milliseconds
+        what = f"{gain:.2f}x the speed of {other.name}"
+        lines.append(f"{each.name}: {what}" if gain > 1 else f"{each.name} does not pay here: {what}")
+    return lines
+
+
+def _differ_in_precision(one: FormatMeasurement, other: FormatMeasurement) -> bool:
+    """Whether one is the other in float32."""
+    same = (one.format, one.method, one.r) == (other.format, other.method, other.r)
+    return same and one.precision == FP32 != other.precision

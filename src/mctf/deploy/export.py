@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,15 +18,18 @@ from torch.export import ExportedProgram
 from .._utils import check_target, first_line
 from ..api import find_stack
 from ..core.portable import onnx_operators
-from ..errors import MctfError, is_out_of_memory, shown
+from ..errors import MctfError, did_you_mean, is_out_of_memory, shown
 from ..hosts import find_host
 from ..methods.base import Method, check_bool, check_choice, check_whole
+from ..quantization import Quantization, quantize
 from .exported import open_file
-from .formats import Format, find_format
-from .metadata import ExportMetadata
+from .formats import Finish, Format, find_format
+from .int8 import int8_layers, quantize_onnx, quantize_torch
+from .metadata import SHORT_NAMES, ExportMetadata
 from .parity import Parity, generated_images, judge, run_batches
 
 DTYPES = ("float32", "float16", "bfloat16")
+_INT8_SLACK = 4  # a range per layer, fixed beforehand, rounds more coarsely than one per token
 _LARGER_BATCH = 8  # at which a file with a free batch is checked, beside 1
 
 
@@ -34,7 +38,7 @@ class ExportReport:
     """What was written. files: all of them, `path` first.
 
     parity: of the file by batch size, empty where it was not checked. control: of eager PyTorch in float64, or in the
-    dtype of the file where that is lower.
+    dtype of the file where that is lower, or in int8.
     """
 
     path: Path
@@ -55,6 +59,8 @@ def export(
     *,
     batch: int | None = None,
     dtype: str = "float32",
+    precision: str | None = None,
+    calibration: Tensor | None = None,
     images: Tensor | None = None,
     check: bool = True,
     name: str | None = None,
@@ -66,6 +72,9 @@ def export(
     path: ends in .onnx, .xml (OpenVINO, with a .bin beside it) or .pt2.
     batch: a fixed batch size, for runtimes that need it or are faster with it.
     dtype: of the weights; the file takes and returns float32.
+    precision: "int8" for the linear layers of the blocks, in float32 otherwise; "fp32", "fp16" and "bf16" are dtypes.
+    calibration: images that show the ranges of activations, which ONNX and OpenVINO files in int8 need: B 3 H W,
+        preprocessed. The others measure each token as it runs.
     images: preprocessed, B 3 H W, to check the file on; generated ones by default. check: False skips the check.
     name: of the model in the metadata. tick: called with the name of each step before it begins.
 
@@ -75,24 +84,40 @@ def export(
     kind, file = check_request(path, format)
     check_whole(1, optional=True, batch=batch)
     check_choice(dtype=(dtype, DTYPES))
+    dtype, int8 = check_precision(precision, dtype)
     find_host(model)
+    if Quantization.of(model) is not None:
+        raise MctfError("the model is quantized: run mctf.unquantize(model), and export it with precision='int8'")
     stack = find_stack(model)
     if stack is not None and stack.method.adaptive:
         refuse_adaptive(stack.method)
     check_bool(check=check)
-    exact = dtype == "float32"
+    exact = dtype == "float32" and not int8
     model = _tensor_model(copy.deepcopy(model).eval().to("cpu", torch.float32))
-    metadata = ExportMetadata.of(model, format=kind.name, dtype=dtype, batch=batch, name=name)
+    metadata = ExportMetadata.of(model, format=kind.name, dtype=dtype, batch=batch, name=name, precision=precision)
     size = metadata.preprocessing.image_size
     _check_images(images, size)
+    _check_images(calibration, size, "calibration")
+    finish: Finish = None
+    source: nn.Module = copy.deepcopy(model)
+    if int8:
+        layers = int8_layers(model)
+        if "onnx" not in kind.packages:
+            quantize_torch(source)
+        elif calibration is None:
+            raise MctfError(
+                f"{kind.name} in int8 needs calibration images: pass calibration=, or add --calibration IMAGES"
+            )
+        else:
+            finish = partial(quantize_onnx, layers=layers, images=calibration.to("cpu", torch.float32), batch=batch)
 
     tick("exporting the graph")
-    program = make_graph(_Float32(copy.deepcopy(model), getattr(torch, dtype)), size, batch=batch, kind=kind)
+    program = make_graph(_Float32(source, getattr(torch, dtype)), size, batch=batch, kind=kind)
     with tempfile.TemporaryDirectory(prefix=f".{file.name[:50]}.", dir=file.resolve().parent) as folder:
         written = Path(folder) / file.name
         tick(f"writing {kind.name}")
         try:
-            kind.write(program, written, metadata.to_json())
+            kind.write(program, written, metadata.to_json(), finish)
         except Exception as failure:
             if is_out_of_memory(failure):
                 raise
@@ -107,9 +132,26 @@ def export(
             images = generated_images(metadata.preprocessing) if images is None else images.to("cpu", torch.float32)
             parity, control = _check_parity(model, kind, written, metadata, images)
             for each in parity.values():
-                judge(kind.name, each, control, exact=exact)
+                judge(kind.name, each, control, exact=exact, slack=_INT8_SLACK if int8 else 2)
         files = _move(written, file)
     return ExportReport(file, files, metadata, parity, control)
+
+
+def check_precision(precision: str | None, dtype: str = DTYPES[0]) -> tuple[str, bool]:
+    """The dtype of a file, and whether its linear layers are int8; raises MctfError for what no file holds."""
+    if precision is None:
+        return dtype, False
+    if precision == "fp8":
+        raise MctfError(
+            "exported files are never fp8, which is for PyTorch on a GPU (mctf.quantize): choose int8 or bf16"
+        )
+    named = {short: each for each, short in SHORT_NAMES.items()} | {"int8": DTYPES[0]}
+    if precision not in named:
+        hint = did_you_mean(precision, named) if isinstance(precision, str) else f"choose from {', '.join(named)}"
+        raise MctfError(f"precision {shown(precision)} is unknown: {hint}")
+    if dtype not in (DTYPES[0], named[precision]):
+        raise MctfError(f"precision {precision} and dtype {dtype} contradict each other: give one of them")
+    return named[precision], precision == "int8"
 
 
 def make_graph(model: nn.Module, size: tuple[int, int], *, batch: int | None, kind: Format) -> ExportedProgram:
@@ -201,13 +243,13 @@ def refuse_adaptive(method: Method) -> NoReturn:
     )
 
 
-def _check_images(images: object, size: tuple[int, int]) -> None:
+def _check_images(images: object, size: tuple[int, int], name: str = "images") -> None:
     if images is None:
         return
     shape = tuple(images.shape) if isinstance(images, Tensor) else None
     if shape is None or len(shape) != 4 or shape[0] == 0 or shape[1:] != (3, *size):
         got = shown(images) if shape is None else " x ".join(map(str, shape))
-        raise MctfError(f"images should be a tensor of B x 3 x {size[0]} x {size[1]}, got {got}")
+        raise MctfError(f"{name} should be a tensor of B x 3 x {size[0]} x {size[1]}, got {got}")
 
 
 @torch.inference_mode()
@@ -221,7 +263,10 @@ def _check_parity(
     classifies = metadata.output == "logits"
     reference = run_batches(model, images, _LARGER_BATCH)
     other = torch.float64 if metadata.dtype == "float32" else getattr(torch, metadata.dtype)
-    control = run_batches(_Float32(copy.deepcopy(model), other), images, _LARGER_BATCH)
+    compared = _Float32(copy.deepcopy(model), other)
+    if metadata.precision == "int8":
+        compared = _Float32(quantize(copy.deepcopy(model), "int8"), torch.float32)
+    control = run_batches(compared, images, _LARGER_BATCH)
     try:
         run, _ = open_file(kind, path)
     except MctfError as failure:

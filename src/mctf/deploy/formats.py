@@ -29,16 +29,20 @@ _BATCH_SIZES = 4  # that OpenVINO keeps compiled
 _METADATA_FILE = "mctf.json"
 
 Run = Callable[[Tensor], Tensor]
+Finish = Callable[[Path], None] | None
 
 
 @dataclass(frozen=True)
 class Format:
-    """suffix: of the file. packages: from the extra `export`. write: graph, path and metadata to files."""
+    """suffix: of the file. packages: from the extra `export`.
+
+    write: graph, path and metadata to files. Its last argument changes an ONNX file before it is used further.
+    """
 
     name: str
     suffix: str
     packages: tuple[str, ...]
-    write: Callable[[ExportedProgram, Path, str], None]
+    write: Callable[[ExportedProgram, Path, str, Finish], None]
     load: Callable[[Path, int | None], tuple[Run, str | None]]
 
     def check_packages(self) -> None:
@@ -66,7 +70,7 @@ def format_of(path: Path) -> Format | None:
     return FORMATS["pt2"]
 
 
-def _write_onnx(program: ExportedProgram, path: Path, metadata: str) -> None:
+def _write_onnx(program: ExportedProgram, path: Path, metadata: str, finish: Finish = None) -> None:
     reduced = any(value.dtype == torch.bfloat16 for value in program.state_dict.values())
     opset = BFLOAT16_OPSET if reduced else OPSET
     table: Any = {torch.ops.aten.scaled_dot_product_attention.default: _onnx_attention()}
@@ -83,6 +87,8 @@ def _write_onnx(program: ExportedProgram, path: Path, metadata: str) -> None:
     onnx_program.model.metadata_props[KEY] = metadata
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
     onnx_program.save(str(path), external_data=size > _LARGEST_ONNX)
+    if finish is not None:
+        finish(path)
 
 
 def _onnx_attention() -> Callable[..., Any]:
@@ -124,11 +130,11 @@ def _load_onnx(path: Path, threads: int | None) -> tuple[Run, str | None]:
     return run, session.get_modelmeta().custom_metadata_map.get(KEY)
 
 
-def _write_openvino(program: ExportedProgram, path: Path, metadata: str) -> None:
+def _write_openvino(program: ExportedProgram, path: Path, metadata: str, finish: Finish = None) -> None:
     import openvino
 
     onnx_path = path.with_suffix(".onnx")
-    _write_onnx(program, onnx_path, metadata)
+    _write_onnx(program, onnx_path, metadata, finish)
     with quiet():
         model = openvino.convert_model(str(onnx_path))
     for part in path.parent.glob(f"{onnx_path.name}*"):
@@ -160,7 +166,7 @@ def _load_openvino(path: Path, threads: int | None) -> tuple[Run, str | None]:
     return run, metadata
 
 
-def _write_aoti(program: ExportedProgram, path: Path, metadata: str) -> None:
+def _write_aoti(program: ExportedProgram, path: Path, metadata: str, finish: Finish = None) -> None:
     from torch._inductor import aoti_compile_and_package
 
     with quiet():
@@ -176,7 +182,7 @@ def _load_aoti(path: Path, threads: int | None) -> tuple[Run, str | None]:
     return torch.no_grad()(model), model.get_metadata().get(KEY)
 
 
-def _write_pt2(program: ExportedProgram, path: Path, metadata: str) -> None:
+def _write_pt2(program: ExportedProgram, path: Path, metadata: str, finish: Finish = None) -> None:
     torch.export.save(program, path, extra_files={_METADATA_FILE: metadata})
 
 

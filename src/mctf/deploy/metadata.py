@@ -13,6 +13,7 @@ from ..hosts import find_host
 from ..models.class_names import class_labels
 from ..planning import plan
 
+SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 KEY = "mctf"  # the name of the entry in each format
 
 
@@ -24,6 +25,7 @@ class ExportMetadata:
     batch: the fixed batch size, None where it is free. dtype: of the weights; images and outputs are float32.
     method, r, schedule: None in an unfused model. schedule: one amount per block. token_counts: tokens after each
     block. gflops, gflops_base: of this model and of the unfused one. class_names: empty where there are no classes.
+    precision: of the linear layers of the blocks, "int8" or that of dtype.
     """
 
     version: str
@@ -40,9 +42,19 @@ class ExportMetadata:
     gflops_base: float
     preprocessing: Preprocessing
     class_names: tuple[str, ...] = ()
+    precision: str = "fp32"
 
     @classmethod
-    def of(cls, model: Any, *, format: str, dtype: str, batch: int | None, name: str | None = None) -> Self:
+    def of(
+        cls,
+        model: Any,
+        *,
+        format: str,
+        dtype: str,
+        batch: int | None,
+        name: str | None = None,
+        precision: str | None = None,
+    ) -> Self:
         """The facts of a model, fused or not. name: in place of the name of its architecture."""
         stack, host, preprocessing = find_stack(model), find_host(model), Preprocessing.of(model)
         if not hasattr(model, "pretrained_cfg"):  # a model of one's own says nothing but its size
@@ -69,6 +81,7 @@ class ExportMetadata:
             gflops_base=planned.gflops_base,
             preprocessing=preprocessing,
             class_names=class_labels(model) if classes else (),
+            precision=precision or SHORT_NAMES[dtype],
         )
 
     def to_json(self) -> str:

@@ -71,18 +71,18 @@ class Parity:
         return ", ".join(parts)
 
 
-def judge(name: str, parity: Parity, control: Parity, *, exact: bool) -> None:
+def judge(name: str, parity: Parity, control: Parity, *, exact: bool, slack: float = 2) -> None:
     """Raise MctfError where an export differs from the model by more than rounding, as the control shows it.
 
-    exact: weights in float32; otherwise rounding itself is large, and twice the control's figures are allowed.
+    exact: weights in float32; otherwise rounding itself is large, and `slack` times the control's figures are allowed.
     """
     causes = []
-    allowed = MOST_MEDIAN if exact else 2 * control.median + MOST_MEDIAN
+    allowed = MOST_MEDIAN if exact else slack * control.median + MOST_MEDIAN
     if not parity.median <= allowed:
         causes.append(f"the median image differs by {parity.median:.1e}, {allowed:.1e} is allowed")
     if exact and not parity.flipped <= control.flipped + MOST_FLIPS:
         causes.append(f"{parity.flipped:.1f} % of the images are flipped, {control.flipped:.1f} % by rounding alone")
-    if parity.kl is not None and control.kl is not None and not parity.kl <= 2 * control.kl + 3e-3:
+    if parity.kl is not None and control.kl is not None and not parity.kl <= slack * control.kl + 3e-3:
         causes.append(f"KL is {parity.kl:.1e}, {control.kl:.1e} by rounding alone")
     if causes:
         raise MctfError(

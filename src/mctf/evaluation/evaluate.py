@@ -3,6 +3,8 @@
 Every batch goes through the baseline, the unfused model, and then through each setting. All rows see the same images,
 and machine noise affects every row equally. Under torchrun every rank evaluates its own batches; rows cover all ranks.
 
+A quantized copy of a setting is a row of its own, compared with the baseline like any other, and with its setting too.
+
 Axes: B images, 3 H W.
 """
 
@@ -28,9 +30,10 @@ from ..methods import make_method
 from ..methods._layers import UntrainedWarning, stashed_layers
 from ..models.loading import copy_sharing_weights
 from ..planning import FusionRequest, Plan, plan
+from ..quantization import Quantization, QuantizationRequest
 from ..stack import RESTORES
 from .adaptive_flops import MeasuredCost, count_tokens, measured_cost
-from .fidelity import Output, Scores, average, concatenate, run_model, score
+from .fidelity import Output, Scores, average, concatenate, kl_divergence, run_model, score
 from .significance import standard_error
 from .timing import ThroughputMeter
 
@@ -86,6 +89,8 @@ class Row:
     rows see the same images: `Difference` computes it from the scores.
     mean_tokens: tokens after each block, averaged over the images, where each image decides how many remain; gflops is
     then averaged over the images too. None where both follow from the setting.
+    precision: of a quantized row. kl_added: its kl above that of the unquantized row. kl_unquantized: KL(unquantized ||
+    quantized), which is larger where fused models choose other tokens. quantized_share: of the linear layers' FLOPs.
     """
 
     r: ReductionSpec
@@ -100,6 +105,10 @@ class Row:
     images_per_second: float
     mean_tokens: tuple[float, ...] | None = None
     patch_cosine: float | None = None
+    precision: str | None = None
+    kl_added: float | None = None
+    kl_unquantized: float | None = None
+    quantized_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -121,12 +130,14 @@ def evaluate(
     batches: Iterable[Batch],
     settings: Sequence[Setting],
     *,
+    quantizations: Sequence[QuantizationRequest] = (),
     tick: Callable[[], object] = lambda: None,
 ) -> Evaluation:
     """Run the baseline and every setting over all batches, on the device and in the dtype of the unfused model.
 
     The model is not changed: each fused setting is a copy that shares the weights, and all settings with r = 0 share
     one copy. Settings are checked before the first batch is read. `tick` is called `passes(settings)` times per batch.
+    quantizations: of every row, in rows that follow it.
     """
     if find_stack(model) is not None:
         raise MctfError("the model is fused already: evaluate the unfused model, or run mctf.unfuse(model) first")
@@ -139,7 +150,15 @@ def evaluate(
         baseline if setting.is_baseline else _Measured.fused(model, setting, every_token=every or setting.dense)
         for setting in settings
     ]
-    unique = list(dict.fromkeys([baseline, *measured]))
+    shown = list(zip(settings, measured, strict=True))
+    if baseline not in measured:
+        shown.insert(0, (Setting(BASELINE, 0), baseline))
+    shown = [
+        (setting, row)
+        for setting, each in shown
+        for row in (each, *(each.quantized(request) for request in quantizations))
+    ]
+    unique = list(dict.fromkeys([baseline, *(each for _, each in shown)]))
 
     batches = iter(batches)
     first = next(batches, None)
@@ -151,24 +170,27 @@ def evaluate(
     for batch in chain([first], batches):
         pixels = batch.pixels.to(weight.device, weight.dtype)
         reference = baseline.run(pixels)
+        outputs: dict[_Measured, Output] = {}
         for each in unique:
-            output = reference if each is baseline else each.run(pixels)
+            output = outputs[each] = reference if each is baseline else each.run(pixels)
+            if each.unquantized is not None and classifies:
+                before, after = (one.logits.cpu().double() for one in (outputs[each.unquantized], output))
+                each.drift.append(kl_divergence(before, after))
             each.scores.append(score(output, reference, batch.labels, classifies=classifies, protected=host.protected))
             tick()
     for each in unique:
         each.gather()
 
-    shown = list(zip(settings, measured, strict=True))
-    if baseline not in measured:
-        shown.insert(0, (Setting(BASELINE, 0), baseline))
     rows, notes = [], []
     for setting, each in shown:
         planned = _plan(model, setting, architecture)
         rows.append(each.row(setting, planned, architecture))
-        if planned.capped:
+        if planned.capped and each.quantization is None:
             notes.append(
                 f"{setting.method} r={setting.r} is capped (too few tokens) in {format_blocks(planned.capped)}"
             )
+        if each.quantization is not None:
+            notes.append(_note(rows[-1], each.quantization))
     for row in rows:
         if row.mean_tokens is not None:
             counts = " ".join(f"{count:.1f}" for count in row.mean_tokens)
@@ -181,9 +203,23 @@ def evaluate(
     return Evaluation(len(scores[0].class_cosine), tuple(rows), tuple(notes), scores)
 
 
-def passes(settings: Sequence[Setting]) -> int:
-    """Number of models that `evaluate` runs on every batch: one per setting that fuses, and the baseline."""
-    return 1 + sum(not setting.is_baseline for setting in settings)
+def passes(settings: Sequence[Setting], quantizations: int = 0) -> int:
+    """Number of models that `evaluate` runs on every batch: one per setting that fuses, and the baseline.
+
+    quantizations: of every row, also of each with r = 0.
+    """
+    fused = sum(not setting.is_baseline for setting in settings)
+    return 1 + fused + quantizations * max(fused + 1, len(settings))
+
+
+def _note(row: Row, quantization: Quantization) -> str:
+    """What quantizing a row costs, and what of it is quantized."""
+    cost = f"{row.method} r={row.r}"
+    if row.kl_added is not None:
+        cost += (
+            f": {row.precision} adds KL {row.kl_added:.4f}, and is at KL {row.kl_unquantized:.4f} from it unquantized"
+        )
+    return f"{cost}; {quantization}"
 
 
 def _check(setting: Setting, host: Host) -> None:
@@ -213,6 +249,7 @@ class _Measured:
 
     every_token: whether it returns one token per input token.
     untrained: whether the method has layers without trained weights. counts: tokens per image, for adaptive methods.
+    unquantized: of a quantized model, the same setting in the model's dtype. drift: KL to it, per batch.
     """
 
     model: nn.Module
@@ -223,6 +260,17 @@ class _Measured:
     scores: list[Scores] = field(default_factory=list)
     throughput: ThroughputMeter = field(default_factory=ThroughputMeter)
     images_per_second: float = 0.0
+    unquantized: "_Measured | None" = None
+    drift: list[Tensor] = field(default_factory=list)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        return None if self.unquantized is None else Quantization.of(self.model)
+
+    def quantized(self, request: QuantizationRequest) -> "_Measured":
+        """The same setting, quantized."""
+        model = request.apply(copy_sharing_weights(self.model))
+        return _Measured(model, self.every_token, self.adaptive, self.untrained, unquantized=self)
 
     @classmethod
     def fused(cls, model: nn.Module, setting: Setting, *, every_token: bool) -> "_Measured":
@@ -253,16 +301,26 @@ class _Measured:
 
     def gather(self) -> None:
         """Add the measurements of the other ranks; their throughputs add up."""
-        ranks = all_gather_object((self.scores, self.counts, self.throughput.images_per_second))
-        self.scores = [scores for batches, _, _ in ranks for scores in batches]
-        self.counts = [counts for _, batches, _ in ranks for counts in batches]
-        self.images_per_second = sum(speed for _, _, speed in ranks)
+        ranks = all_gather_object((self.scores, self.counts, self.drift, self.throughput.images_per_second))
+        self.scores = [scores for batches, *_ in ranks for scores in batches]
+        self.counts = [counts for _, batches, *_ in ranks for counts in batches]
+        self.drift = [drift for *_, batches, _ in ranks for drift in batches]
+        self.images_per_second = sum(speed for *_, speed in ranks)
 
     def row(self, setting: Setting, planned: Plan, architecture: Architecture) -> Row:
         cost: MeasuredCost | Plan = planned
         if self.adaptive:
             cost = measured_cost(self.model, torch.cat(self.counts), architecture)
         scores = concatenate(self.scores)
+        quantization, quantized = self.quantization, dict[str, Any]()
+        if quantization is not None and self.unquantized is not None:
+            before = concatenate(self.unquantized.scores).kl
+            quantized = {
+                "precision": quantization.precision,
+                "kl_added": None if scores.kl is None or before is None else (scores.kl - before).mean().item(),
+                "kl_unquantized": torch.cat(self.drift).mean().item() if self.drift else None,
+                "quantized_share": quantization.share,
+            }
         return Row(
             r=setting.r,
             method=setting.label or setting.method,
@@ -271,4 +329,5 @@ class _Measured:
             gflops=cost.gflops,
             images_per_second=self.images_per_second,
             mean_tokens=cost.token_counts if isinstance(cost, MeasuredCost) else None,
+            **quantized,
         )

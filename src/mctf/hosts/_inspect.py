@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .._sharding import is_sharded
 from ..core.flops import NORM
 from ..errors import MctfError, shown
+from ..kernels.quantized_linear import QuantizedLinear
 
 BATCH_NORM = 2  # fvcore's cost per element, in evaluation
 
@@ -51,8 +52,10 @@ def check_whole(name: str, module: nn.Module) -> None:
 def linear_slice(linear: nn.Module, h: Tensor, start: int, stop: int) -> Tensor:
     """Output channels start .. stop of a linear layer; the others are not computed where that is safe.
 
-    Anything but a bare nn.Linear (adapters, quantized or parametrized layers, hooks) is called whole.
+    Anything but a bare nn.Linear or one of `mctf.quantize` (adapters, parametrized layers, hooks) is called whole.
     """
+    if isinstance(linear, QuantizedLinear) and not has_hooks(linear):
+        return linear.rows(h, start, stop)
     if type(linear) is nn.Linear and not has_hooks(linear) and can_slice(linear.weight):
         bias = None if linear.bias is None else linear.bias[start:stop]
         return F.linear(h, linear.weight[start:stop], bias)

@@ -25,12 +25,17 @@ _PREPROCESSING_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def create_hf(
-    name: str, *, pretrained: bool = False, image_size: tuple[int, int] | None = None, **options: Any
+    name: str,
+    *,
+    pretrained: bool = False,
+    image_size: tuple[int, int] | None = None,
+    keep_projection: bool = False,
+    **options: Any,
 ) -> nn.Module:
     """The model of a name that starts with `hf:`, in evaluation mode; it takes images and returns one tensor.
 
     A classifier is loaded whole. Of any other model the vision tower is kept, and its pooled features are returned.
-    options: set in the model's config.
+    keep_projection: see `ImageModel.of`. options: set in the model's config.
     """
     transformers = optional_import("transformers", extra="hf", purpose=f"models such as {name}")
     source = name.removeprefix("hf:")
@@ -52,7 +57,7 @@ def create_hf(
             find_host(model)  # raises MctfError with the reason where the model cannot be fused
             if pretrained:
                 check_values(model, name)
-            images = ImageModel.of(model, preprocessing, image_size=image_size).eval()
+            images = ImageModel.of(model, preprocessing, image_size=image_size, keep_projection=keep_projection).eval()
             if stashed_layers(model):  # they belong to the model that is fused
                 stash_layers(images, stashed_layers(model))
             return images

@@ -30,13 +30,18 @@ class ImageModel(nn.Module):
     """One model of transformers with timm's method names.
 
     pretrained_cfg: how images are prepared, as timm records it. num_classes: 0 for a model without classifier.
+    projection: of pooled features into the space that images share with texts, where the model has one and it is kept.
     """
 
     main_input_name = "pixel_values"
 
-    def __init__(self, model: nn.Module, pretrained_cfg: dict[str, Any], *, num_classes: int) -> None:
+    def __init__(
+        self, model: nn.Module, pretrained_cfg: dict[str, Any], *, num_classes: int, projection: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.model = model
+        if projection is not None:
+            self.projection = projection
         self.pretrained_cfg = pretrained_cfg
         self.num_classes = num_classes
         parameters = signature(type(model).forward).parameters
@@ -45,9 +50,17 @@ class ImageModel(nn.Module):
 
     @classmethod
     def of(
-        cls, model: Any, preprocessing: dict[str, Any], *, image_size: tuple[int, int] | None = None
+        cls,
+        model: Any,
+        preprocessing: dict[str, Any],
+        *,
+        image_size: tuple[int, int] | None = None,
+        keep_projection: bool = False,
     ) -> "ImageModel":
-        """The whole model where it is a classifier, else its vision tower; for images of the given size."""
+        """The whole model where it is a classifier, else its vision tower; for images of the given size.
+
+        keep_projection: keep what `get_image_features` applies to the pooled features, a linear layer in CLIP.
+        """
         _, tower = find_tower(model)
         if not hasattr(tower.config, "image_size"):
             raise MctfError(f"{type(model).__name__} takes patches, not images: fuse it with mctf.fuse(model)")
@@ -57,10 +70,23 @@ class ImageModel(nn.Module):
         if image_size is not None:
             config["input_size"] = (3, *image_size)
         classes = 0 if head is None else model.config.num_labels
-        return cls(tower if head is None else model, config, num_classes=classes)
+        projection = getattr(model, "visual_projection", None) if keep_projection else None
+        return cls(tower if head is None else model, config, num_classes=classes, projection=projection)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Logits of a classifier, B K; else pooled features, B C."""
+        output = self.model(pixel_values=pixel_values, **self._options(pixel_values))
+        if self.num_classes:
+            return output.logits
+        pooled = getattr(output, "pooler_output", None)
+        return output.last_hidden_state[:, 0] if pooled is None else pooled
+
+    def forward_tokens(self, pixel_values: Tensor) -> Tensor:
+        """The last hidden state of the vision tower, B N C."""
+        _, tower = find_tower(self.model)
+        return tower(pixel_values=pixel_values, **self._options(pixel_values)).last_hidden_state
+
+    def _options(self, pixel_values: Tensor) -> dict[str, Any]:
         config: Any = self.model.config
         config = getattr(config, "vision_config", config)
         height, width = pixel_values.shape[2:]
@@ -70,11 +96,7 @@ class ImageModel(nn.Module):
         if self._shuffles:  # ViTMAE sorts patches by noise: increasing numbers keep their order
             patches = (height // config.patch_size) * (width // config.patch_size)
             options["noise"] = torch.arange(patches, device=pixel_values.device).expand(len(pixel_values), -1)
-        output = self.model(pixel_values=pixel_values, **options)
-        if self.num_classes:
-            return output.logits
-        pooled = getattr(output, "pooler_output", None)
-        return output.last_hidden_state[:, 0] if pooled is None else pooled
+        return options
 
     def forward_features(self, images: Tensor) -> Features:
         """Everything that `forward_head` returns; one pass computes both."""

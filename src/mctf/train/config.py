@@ -33,6 +33,7 @@ from .parsers import (
     real,
     reduction,
     reductions,
+    schedule_file,
     size,
     table,
     text,
@@ -99,7 +100,9 @@ class Recipe:
     flops: float | None = option(
         None, optional(budget), "In place of r: the share of the unfused model's FLOPs to keep, as 0.56."
     )
-    schedule: Path | None = option(None, optional(existing), "In place of r: a schedule that mctf tune wrote.")
+    schedule: Path | None = option(
+        None, optional(schedule_file), "In place of r: a schedule that mctf tune wrote, or the name of one in mctf."
+    )
     blocks: tuple[int, ...] | None = option(
         None, optional(block_list), "Blocks that fuse; the method's choice by default."
     )

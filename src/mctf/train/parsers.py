@@ -10,6 +10,7 @@ from .._utils import parse_image_size
 from ..core.budget import parse_flops
 from ..core.schedule import ReductionSpec, parse_blocks, parse_r
 from ..errors import MctfError, did_you_mean
+from ..schedule_file import find_schedule
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,13 @@ def _parse_existing(value: Any) -> Path:
     return path
 
 
+def _parse_schedule(value: Any) -> Path:
+    """A file, or the name of a schedule of the package, which is kept as it is."""
+    name = _parse_path(value)
+    _parse_existing(find_schedule(name))
+    return name
+
+
 def _parse_flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise MctfError("expected true or false")
@@ -133,6 +141,7 @@ text = Parser("NAME", _parse_text)
 model_name = Parser("NAME", _parse_model)
 path = Parser("PATH", _parse_path)
 existing = Parser("PATH", _parse_existing)
+schedule_file = Parser("PATH", _parse_schedule)
 flag = Parser("FLAG", _parse_flag)
 reduction = Parser("R", parse_r, complete=True)
 reductions = Parser("R,R,…", _parse_r_list)

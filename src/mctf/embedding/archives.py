@@ -1,0 +1,179 @@
+"""Tar files and parquet files of images, read from the start to the end.
+
+The names of a tar file are read header by header, so that memory does not grow with it. Loader processes read the
+images of an uncompressed local tar file themselves; other bytes are handed to them.
+"""
+
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from .._utils import first_line, optional_import
+from ..data.decode import DEFAULT_LIMITS, ReadLimits, UnreadableError
+from ..data.readers import is_image_name
+from ..errors import MctfError, did_you_mean
+from .names import is_url, open_binary, read_location, read_span
+
+_IMAGE_COLUMNS = ("image", "images", "img", "bytes", "image_bytes", "content", "jpg", "png")
+_PATH_COLUMNS = ("path", "image_path", "file", "filename", "url")
+_KEY_COLUMNS = ("key", "__key__", "id")
+_ROWS = 64  # of a parquet file in memory at once
+
+
+class TooLarge:
+    """In place of the bytes of a file that is over the limit: why it is not read."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def content(self, limits: ReadLimits) -> bytes:
+        limits.check_bytes(self.size)
+        raise UnreadableError(f"it takes {self.size:,} bytes")
+
+
+@dataclass(frozen=True)
+class Tar:
+    """One tar file, as those of webdataset: images of any ending, in order; its other files are left out."""
+
+    name: str
+    size: int
+    count: None = None
+    indexed: bool = False
+
+    @classmethod
+    def open(cls, path: str) -> "Tar":
+        with open_binary(path) as file:
+            size = file.seek(0, os.SEEK_END)
+        return cls(path, size)
+
+    def items(self, start: int, stop: int | None) -> Iterator[tuple[str, str, Any]]:
+        in_place = not is_url(self.name) and self.name.lower().endswith(".tar")
+        previous = None
+        with open_binary(self.name) as file:
+            try:
+                with tarfile.open(fileobj=file, mode="r:" if in_place else "r|*") as archive:
+                    for member in iter(archive.next, None):
+                        archive.members = []  # type: ignore[attr-defined]  # else it keeps all that it has read
+                        name = member.name.removeprefix("./")
+                        if not member.isreg() or not is_image_name(name):
+                            continue
+                        place: Any = (member.offset_data, member.size)
+                        if not in_place:
+                            fits = member.size <= DEFAULT_LIMITS.max_bytes
+                            content = archive.extractfile(member)
+                            place = content.read() if fits and content is not None else TooLarge(member.size)
+                        key = name[: -len(PurePosixPath(name).suffix)]
+                        if key == previous:  # a sample with several images
+                            yield name, f"{self.name}/{name}", place
+                        else:
+                            yield key, f"{self.name}/{name}", place
+                        previous = key
+            except (tarfile.TarError, EOFError, OSError, ValueError) as failure:
+                if isinstance(failure, MctfError):
+                    raise
+                raise MctfError(
+                    f"{self.name} cannot be read as a tar file ({first_line(failure)}): download it again"
+                ) from None
+
+    def read(self, place: Any, limits: ReadLimits) -> bytes:
+        if isinstance(place, TooLarge):
+            return place.content(limits)
+        if isinstance(place, bytes):
+            return place
+        offset, size = place
+        return read_span(self.name, offset, size, limits)
+
+    def fingerprint(self) -> str:
+        return f"{os.path.basename(self.name)} {self.size}"
+
+
+@dataclass(frozen=True)
+class Parquet:
+    """One parquet file with a column of encoded images (bytes, or structs of bytes and path) or of paths."""
+
+    name: str
+    count: int
+    column: str
+    key_column: str | None
+    indexed: bool = False
+
+    @classmethod
+    def open(cls, path: str, *, column: str | None, key_column: str | None) -> "Parquet":
+        """The file with its columns checked; the usual names are tried where none is given."""
+        with open_binary(path) as file:
+            parquet = _parquet_file(path, file)
+            schema = {each.name: each.type for each in parquet.schema_arrow}
+            for given in (column, key_column):
+                if given is not None and given not in schema:
+                    raise MctfError(f"{path} has no column {given!r}: {did_you_mean(given, schema)}")
+            if column is None:
+                column = next((name for name in (*_IMAGE_COLUMNS, *_PATH_COLUMNS) if name in schema), None)
+            if column is None:
+                raise MctfError(
+                    f"{path} has the columns {', '.join(schema)}: name the one with images or paths (--column)"
+                )
+            kind = str(schema[column])
+            if not kind.startswith(("binary", "large_binary", "string", "large_string", "struct<bytes", "struct<path")):
+                raise MctfError(f"column {column} of {path} holds {kind:.60}: expected encoded images or paths")
+            key_column = key_column or next((name for name in _KEY_COLUMNS if name in schema and name != column), None)
+            return cls(path, parquet.metadata.num_rows, column, key_column)
+
+    def items(self, start: int, stop: int | None) -> Iterator[tuple[str, str, Any]]:
+        stop = self.count if stop is None else stop
+        base = os.path.basename(self.name)
+        with open_binary(self.name) as file:
+            parquet = _parquet_file(self.name, file)
+            groups, first, row = [], None, 0
+            for group in range(parquet.num_row_groups):
+                rows = parquet.metadata.row_group(group).num_rows
+                if row + rows > start and row < stop:
+                    groups.append(group)
+                    first = row if first is None else first
+                row += rows
+            columns = [self.column, *([self.key_column] if self.key_column else [])]
+            row = first or 0
+            try:
+                for batch in parquet.iter_batches(_ROWS, row_groups=groups, columns=columns, use_threads=False):
+                    low, high = max(start - row, 0), min(stop - row, len(batch))
+                    for index in range(low, high):
+                        place = batch.column(self.column)[index].as_py()
+                        key = f"{base}:{row + index}"
+                        if self.key_column:
+                            key = str(batch.column(self.key_column)[index].as_py())
+                        yield key, _path_of(place) or f"{self.name}:{row + index}", place
+                    row += len(batch)
+                    if row >= stop:
+                        return
+            except (OSError, ValueError) as failure:  # what pyarrow raises for damaged pages
+                if isinstance(failure, MctfError):
+                    raise
+                raise MctfError(f"{self.name} is damaged ({first_line(failure):.160}): download it again") from None
+
+    def read(self, place: Any, limits: ReadLimits) -> bytes:
+        if isinstance(place, dict):
+            place = place.get("bytes") or place.get("path")
+        if isinstance(place, str):
+            relative = not is_url(place) and not is_url(self.name)
+            return read_location(os.path.join(os.path.dirname(self.name), place) if relative else place, limits)
+        if place is None:
+            raise UnreadableError("its row is empty", "fill or remove it")
+        return place
+
+    def fingerprint(self) -> str:
+        return f"{os.path.basename(self.name)} {self.column} {self.key_column}"
+
+
+def _path_of(place: Any) -> str | None:
+    path = place.get("path") if isinstance(place, dict) else place
+    return path if isinstance(path, str) else None
+
+
+def _parquet_file(path: str, file: Any) -> Any:
+    parquet = optional_import("pyarrow.parquet", extra="embed", purpose="parquet files")
+    try:
+        return parquet.ParquetFile(file)
+    except Exception as failure:  # ArrowInvalid and its kin
+        raise MctfError(f"{path} is no readable parquet file ({first_line(failure):.160}): download it again") from None

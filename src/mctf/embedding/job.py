@@ -1,0 +1,344 @@
+"""An embedding job: shards of a source to files in a folder, one after the other, resumable after any interruption.
+
+A shard is the unit of work. Its batches are cut from its first image on, so that vectors do not depend on where an
+earlier run stopped.
+"""
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .._locks import FolderHeldError, lock_folder
+from .._utils import atomic_file, read_json
+from ..errors import MctfError, shown
+from ..evaluation.environment import describe_device, versions
+from .embedder import Embedder
+from .gpu_decode import check_gpu_decoding
+from .pipeline import Clock, Pipeline
+from .sources import SHARD_SIZE, Item, Shard, Source
+from .writers import Layout, ShardWriter, check_format
+
+MANIFEST = "manifest.json"
+_CURE = "name another --output, or repeat that setting"
+_PATIENCE = 60.0  # seconds for which another process may hold the manifest
+_DIGEST_NAMES = {"weights": "the weights", "source": "the images", "preprocessing": "the preprocessing"}
+
+Tick = Callable[[int, str], object]  # called with a number of images and what bounds the run
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """One finished shard: images, failures, and the first of these."""
+
+    images: int
+    failed: int
+    first_failure: str | None = None
+
+    @classmethod
+    def of(cls, stats: dict[str, Any]) -> "ShardReport":
+        failures = stats.get("failures") or []
+        return cls(stats["images"], stats["failed"], failures[0]["reason"] if failures else None)
+
+
+@dataclass(frozen=True)
+class EmbedJob:
+    """What to embed and where to. Picklable: each worker of a cluster gets a copy and loads the model for itself.
+
+    name: of the model. decode: "cpu" or "gpu". on_corrupt: "skip" counts and lists an unreadable image, "stop" refuses.
+    """
+
+    source: Source
+    output: Path
+    embedder: Embedder
+    name: str
+    form: str = "parquet"
+    shard_size: int = SHARD_SIZE
+    decode: str = "cpu"
+    on_corrupt: str = "skip"
+    workers: int | None = None
+
+    @property
+    def shards(self) -> list[Shard]:
+        return self.source.shards(self.shard_size)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.output, self.form, len(self.shards))
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the vectors and their files; a folder holds one such setting."""
+        embedder = self.embedder
+        loaded = embedder.loaded
+        facts = {name: loaded.facts[name] for name in ("method", "method_options", "schedule", "vector", "dimension")}
+        settings = {
+            "model": self.name,
+            "weights": loaded.weights,
+            **facts,
+            "normalize": embedder.normalize,
+            "top_k": embedder.top_k,
+            "vector_dtype": embedder.vector_dtype,
+            "dtype": embedder.dtype,
+            "preprocessing": asdict(loaded.preprocessing),
+            "decode": self.decode,
+            "format": self.form,
+            "shard_size": self.shard_size,
+            "shards": len(self.shards),
+            "source": self.source.digest(),
+        }
+        return json.loads(json.dumps(settings))  # as they are read back
+
+    def prepare(self, *, command: str | None = None) -> None:
+        """Create the folder and its manifest, or check that they belong to this job."""
+        check_format(self.form)
+        settings = self.settings()
+        if self.decode == "gpu":
+            check_gpu_decoding(self.embedder.loaded.device)
+        path = self.output / MANIFEST
+        with self._manifest_lock() as folder:
+            if path.exists():
+                self._compare(read_json(path, str(path), "name another --output", most=1 << 26), settings)
+                return
+            strangers = [name for name in os.listdir(self.output) if not name.startswith(".")]
+            if strangers:
+                raise MctfError(
+                    f"{self.output} holds {shown(strangers[0], 60)} and no {MANIFEST}: name an empty --output"
+                )
+            facts = self.embedder.loaded.facts
+            manifest = {
+                "version": __version__,
+                "settings": settings,
+                "weights_file": None if self.embedder.weights is None else str(self.embedder.weights),
+                "data": self.source.name,
+                "images_listed": self.source.count,
+                "gflops": facts["gflops"],
+                "gflops_base": facts["gflops_base"],
+                "batch_size": self.embedder.batch_size,
+                "versions": versions(),
+                "command": command,
+                "counts": {"shards_finished": 0, "images": 0, "failed": 0},
+            }
+            self._write_manifest(folder, manifest)
+
+    def pending(self, numbers: Sequence[int]) -> list[int]:
+        """Those of these shards that are not finished; what killed runs left behind in finished ones is removed."""
+        layout = self.layout
+        finished = {number for number in numbers if layout.read_stats(number) is not None}
+        layout.sweep(sorted(finished))
+        return [number for number in numbers if number not in finished]
+
+    def run(self, numbers: Sequence[int], tick: Tick = lambda images, text: None) -> Generator[ShardReport]:
+        """Embed these shards in order, and yield a report as soon as each is finished."""
+        run = _Run(self, numbers)
+        try:
+            yield from run.shards(tick)
+        finally:
+            run.close()
+
+    def summarize(self) -> dict[str, Any]:
+        """Count what all jobs of this folder have finished, write it into the manifest, and return the counts."""
+        layout = self.layout
+        with self._manifest_lock() as folder:
+            counts = {"shards_finished": 0, "images": 0, "failed": 0}
+            for number in range(len(self.shards)):
+                stats = layout.read_stats(number)
+                if stats is not None:
+                    counts["shards_finished"] += 1
+                    counts["images"] += stats["images"]
+                    counts["failed"] += stats["failed"]
+            path = self.output / MANIFEST
+            manifest = read_json(path, str(path), "embed into another folder", most=1 << 26)
+            if manifest.get("counts") != counts:
+                self._write_manifest(folder, manifest | {"counts": counts})
+        return counts
+
+    def _compare(self, manifest: dict[str, Any], settings: dict[str, Any]) -> None:
+        before = manifest.get("settings")
+        if not isinstance(before, dict):
+            raise MctfError(f"{self.output / MANIFEST} was not written by mctf embed: name another --output")
+        different = [name for name in settings if settings[name] != before.get(name)]
+        if not different:
+            return
+        if different == ["source"] or "shards" in different:
+            different = sorted(different, key=lambda name: name != "source")
+        name = different[0]
+        what = _DIGEST_NAMES.get(name)
+        if name == "preprocessing" and isinstance(before.get(name), dict):
+            key = next(each for each in settings[name] if settings[name][each] != before[name].get(each))
+            what, old, new = f"the preprocessing ({key})", before[name].get(key), settings[name][key]
+        elif name == "source":
+            old, new = (f"{count} listed" for count in (manifest.get("images_listed"), self.source.count))
+        else:
+            old, new = before.get(name), settings[name]
+        others = f"; {', '.join(different[1:4])} differ, too" if different[1:] else ""
+        raise MctfError(
+            f"{self.output} holds vectors of another run, which differs in {what or name}: {shown(old, 60)} there, "
+            f"{shown(new, 60)} here{others}: {_CURE}"
+        )
+
+    def _write_manifest(self, folder: Path, manifest: dict[str, Any]) -> None:
+        try:
+            with atomic_file(folder / "manifest", lambda: self.output / MANIFEST, sync=True) as file:
+                file.write((json.dumps(manifest, indent=2) + "\n").encode())
+        except OSError as failure:
+            raise MctfError(
+                f"{self.output / MANIFEST} cannot be written ({failure.strerror}): make room, or name another --output"
+            ) from None
+
+    def _manifest_lock(self) -> Any:
+        """The hidden folder in which the manifest is written, held; jobs of one folder wait for each other."""
+        return _waiting_lock(self.output / ".manifest")
+
+
+class _waiting_lock:  # noqa: N801  # a context manager, as `lock_folder`
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> Path:
+        end = time.monotonic() + _PATIENCE
+        while True:
+            self._lock = lock_folder(self.folder, doing="writes", option="--output")
+            try:
+                self._lock.__enter__()
+            except FolderHeldError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.02)
+                continue
+            for path in self.folder.iterdir():
+                if not path.name.startswith("."):
+                    path.unlink(missing_ok=True)  # of a run that was killed
+            return self.folder
+
+    def __exit__(self, *exception: Any) -> None:
+        self._lock.__exit__(*exception)
+        with suppress(OSError):
+            self.folder.rmdir()
+
+
+class _Mark:
+    """One batch on its way, or the end of a shard without a further batch."""
+
+    __slots__ = ("batch", "last", "number")
+
+    def __init__(self, number: int, *, batch: bool, last: bool) -> None:
+        self.number, self.batch, self.last = number, batch, last
+
+
+class _Run:
+    """The shards of one process while they are embedded.
+
+    Batches of all shards flow through one pipeline, so that loader processes go on from shard to shard. Marks tell to
+    which shard the next result belongs; the pipeline keeps the order.
+    """
+
+    def __init__(self, job: EmbedJob, numbers: Sequence[int]) -> None:
+        self.job, self.numbers = job, numbers
+        self.layout, self.all_shards = job.layout, job.shards
+        self.marks: deque[_Mark] = deque()
+        self.opened: dict[int, ShardWriter] = {}
+        self.clock = Clock()
+        self.total = Clock()
+        self.began = time.perf_counter()
+
+    def shards(self, tick: Tick) -> Iterator[ShardReport]:
+        job = self.job
+        pipeline = Pipeline(job.embedder, job.source, job.workers, job.decode, job.on_corrupt == "stop")
+        start, done = time.perf_counter(), 0
+        for result in pipeline.run(self._batches(), self.clock):
+            while not self.marks[0].batch:
+                yield self._finish(self.marks.popleft().number)
+            mark = self.marks.popleft()
+            writer = self.opened[mark.number]
+            before = time.perf_counter()
+            writer.add(result.keys, result.paths, result.arrays)
+            for failure in result.failures:
+                writer.fail(*failure)
+            self.clock.disk += time.perf_counter() - before
+            done += len(result.keys)
+            speed = done / (time.perf_counter() - start)
+            tick(len(result.keys) + len(result.failures), f"{speed:,.0f} images/s, bound by {self._bound()}")
+            if mark.last:
+                yield self._finish(mark.number)
+        while self.marks:
+            yield self._finish(self.marks.popleft().number)
+
+    def close(self) -> None:
+        for writer in self.opened.values():
+            writer.close()
+        self.opened.clear()
+
+    def _bound(self) -> str:
+        names = ("decoding", "model", "disk")
+        return Clock(*(getattr(self.clock, name) + getattr(self.total, name) for name in names)).bound
+
+    def _batches(self) -> Iterator[list[Item]]:
+        """Batches of every shard in turn, never of two. It runs ahead of the results."""
+        size = self.job.embedder.batch_size
+        embedder, facts = self.job.embedder, self.job.embedder.loaded.facts
+        dtype = f"float{embedder.vector_dtype[2:]}"
+        for number in self.numbers:
+            writer = ShardWriter(self.layout, number)
+            self.opened[number] = writer
+            if self.layout.read_stats(number) is not None:  # another run has finished it meanwhile
+                self.opened.pop(number).close()
+                continue
+            writer.open(facts["dimension"], dtype, embedder.top_k)
+            batch: list[Item] = []
+            for item in self.job.source.items(self.all_shards[number]):
+                if len(batch) == size:
+                    self.marks.append(_Mark(number, batch=True, last=False))
+                    yield batch
+                    batch = []
+                batch.append(item)
+            self.marks.append(_Mark(number, batch=bool(batch), last=True))
+            if batch:
+                yield batch
+
+    def _finish(self, number: int) -> ShardReport:
+        writer = self.opened[number]
+        now = time.perf_counter()
+        seconds = now - self.began
+        facts = {
+            "seconds": round(seconds, 4),
+            "images_per_second": round(writer.images / seconds, 2),
+            **self.clock.shares(),
+            "bound": self.clock.bound,
+            "batch_size": self.job.embedder.batch_size,
+            "device": describe_device(self.job.embedder.loaded.device),
+            "versions": versions(),
+        }
+        stats = writer.commit(facts)
+        self.opened.pop(number)
+        self.clock.disk += time.perf_counter() - now
+        for name in ("decoding", "model", "disk"):
+            setattr(self.total, name, getattr(self.total, name) + getattr(self.clock, name))
+            setattr(self.clock, name, 0.0)
+        self.began = time.perf_counter()
+        return ShardReport.of(stats)
+
+
+def portion(count: int, *, part: int, parts: int) -> list[int]:
+    """Numbers of the shards that belong to part K of N, from 1: every N-th."""
+    return list(range(part - 1, count, parts))
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """K and N of "K/N"; raises MctfError."""
+    first, slash, last = text.partition("/")
+    if slash and first.isdecimal() and last.isdecimal() and len(text) < 20 and 1 <= int(first) <= int(last):
+        return int(first), int(last)
+    raise MctfError(f"--shard {shown(text, 40)} is no K/N: write 1/8 to 8/8, one per job")
+
+
+def for_worker(job: EmbedJob, *, threads: int | None) -> EmbedJob:
+    """The job for one of several workers of a machine, which has so many CPU threads."""
+    embedder = Embedder.__new__(Embedder)
+    embedder.__setstate__(job.embedder.__getstate__() | {"threads": threads})
+    return replace(job, embedder=embedder)

@@ -1,0 +1,154 @@
+"""Names of images, of many files: patterns of sources, and lists of millions of paths that stay small in memory."""
+
+import glob
+import itertools
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .._utils import first_line, optional_import
+from ..data.decode import ReadLimits, UnreadableError, read_bounded, read_file
+from ..errors import MctfError, shown
+
+_BLOCK = 1024  # names per compressed block
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_MAX_FILES = 1_000_000  # of one pattern
+
+
+class CompactNames:
+    """Strings by index, in compressed blocks: about a tenth of a list of the same paths."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._blocks: list[bytes] = []
+        self._count = 0
+        iterator = iter(names)
+        while block := list(itertools.islice(iterator, _BLOCK)):
+            self._count += len(block)
+            text = "\0".join(block).encode(errors="surrogateescape")  # names of files need not be UTF-8
+            self._blocks.append(zlib.compress(text, 1))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> str:
+        block, place = divmod(index, _BLOCK)
+        return _unpack(self._blocks[block])[place]
+
+    def slice(self, start: int, stop: int) -> Iterator[str]:
+        return (self[index] for index in range(start, min(stop, len(self))))
+
+
+@lru_cache(maxsize=4)
+def _unpack(block: bytes) -> list[str]:
+    return zlib.decompress(block).decode(errors="surrogateescape").split("\0")
+
+
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+def split_sources(source: object) -> list[str]:
+    """The parts of --data: between commas that are in no braces, unless a file or folder has the whole name."""
+    if isinstance(source, (list, tuple)):
+        return [part for each in source for part in split_sources(each)]
+    text = str(source)
+    if text.strip() and not is_url(text) and os.path.exists(text):
+        return [text]
+    parts, depth = [""], 0
+    for sign in text:
+        depth += (sign == "{") - (sign == "}")
+        if sign == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return [part.strip() for part in parts]
+
+
+def expand_pattern(pattern: str) -> list[str]:
+    """The files of "{000..127}.tar", "{a,b}.zip" or "*.parquet", in order; a name without pattern is one file."""
+    if not is_url(pattern) and os.path.exists(pattern):
+        return [pattern]
+    names = list(itertools.islice(_expand_braces(pattern), _MAX_FILES + 1))
+    if len(names) > _MAX_FILES:
+        raise MctfError(f"{shown(pattern)} names more than {_MAX_FILES:,} files: name fewer")
+    found: list[str] = []
+    for name in names:
+        if not any(sign in name for sign in "*?["):
+            found.append(name)
+            continue
+        matches = remote_glob(name) if is_url(name) else sorted(glob.glob(name, recursive=True))
+        if not matches:
+            raise MctfError(f"no file matches {name}: check the pattern")
+        found += matches
+    return found
+
+
+def _expand_braces(pattern: str) -> Iterator[str]:
+    start = pattern.find("{")
+    stop = pattern.find("}", start)
+    if start < 0 or stop < 0:
+        yield pattern
+        return
+    inside = pattern[start + 1 : stop]
+    numbers = _RANGE.fullmatch(inside)
+    choices: Iterable[str]
+    if numbers is None:
+        choices = inside.split(",")
+    else:
+        low, high = numbers.groups()
+        if len(high) > 18 or int(low) > int(high):
+            raise MctfError(f"the range {{{inside}}} is empty or too long: write {{000..127}}")
+        width = len(low) if low.startswith("0") else 0
+        choices = (str(number).zfill(width) for number in range(int(low), int(high) + 1))
+    for choice in choices:
+        yield from (pattern[:start] + choice + rest for rest in _expand_braces(pattern[stop + 1 :]))
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the path in it."""
+    fsspec = optional_import("fsspec", extra="embed", purpose=f"sources such as {url.split('://')[0]}://…")
+    try:
+        return fsspec.core.url_to_fs(url)
+    except Exception as failure:  # unknown protocols and missing packages fail with exceptions of different types
+        raise MctfError(f"{shown(url)} cannot be opened ({first_line(failure)}): check the URL") from None
+
+
+def remote_glob(pattern: str) -> list[str]:
+    system, path = file_system(pattern)
+    return [system.unstrip_protocol(name) for name in sorted(system.glob(path))]
+
+
+def open_binary(path: str) -> Any:
+    """A file or URL, opened for reading; raises MctfError where it cannot be."""
+    try:
+        if not is_url(path):
+            return open(path, "rb")
+        system, name = file_system(path)
+        return system.open(name, "rb")
+    except MctfError:
+        raise
+    except Exception as failure:
+        reason = getattr(failure, "strerror", None) or first_line(failure)
+        raise MctfError(f"{path} cannot be opened ({reason}): check the name") from None
+
+
+def read_location(path: str, limits: ReadLimits) -> bytes:
+    """The content of a file or URL within the limits; raises exceptions of any type."""
+    if not is_url(path):
+        return read_file(Path(path), limits)
+    with open_binary(path) as file:
+        return read_bounded(file, limits)
+
+
+def read_span(path: str, offset: int, size: int, limits: ReadLimits) -> bytes:
+    """Bytes of a file from an offset on."""
+    limits.check_bytes(size)
+    with open(path, "rb") as file:
+        content = os.pread(file.fileno(), size, offset)
+    if len(content) < size:
+        raise UnreadableError("its archive ends in it")
+    return content

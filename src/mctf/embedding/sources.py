@@ -1,0 +1,333 @@
+"""Images to embed, as a stream: folders, zip files, tar shards, parquet, text files of paths, the hub, fsspec URLs.
+
+A source is divided into shards by its names and counts alone, so that every run and every machine divides it alike.
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from PIL import Image
+
+from .._utils import first_line
+from ..data.decode import DEFAULT_LIMITS, ReadLimits, decode_image, describe_kind
+from ..data.hub_reader import HUB_PREFIX
+from ..data.readers import IMAGE_SUFFIXES, ZipReader, is_image_name, open_reader, walk_files
+from ..errors import MctfError
+from .names import CompactNames, expand_pattern, file_system, is_url, open_binary, read_location, split_sources
+
+SHARD_SIZE = 10_240  # images; a multiple of every usual batch size, so that no batch is partly empty
+_EXPECTED = "give a folder, a zip file, tar or parquet files, a text file of paths, or hf:NAME"
+_LISTS = (".txt", ".list", ".lst")
+_TARS = (".tar", ".tar.gz", ".tgz")
+
+
+class Item(NamedTuple):
+    """One image of a source: where its encoded bytes are, `place`, is known to the part that made it."""
+
+    part: int
+    key: str
+    path: str
+    place: Any
+
+
+class Shard(NamedTuple):
+    """Images of one part from `start` to `stop`; stop is None for a whole part of unknown length."""
+
+    part: int
+    start: int
+    stop: int | None
+
+
+class Part(Protocol):
+    """One folder, archive or file of a source.
+
+    name: in messages and paths. count: images, None where only reading tells. indexed: whether images are read one by
+    one in any order.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def count(self) -> int | None: ...
+    @property
+    def indexed(self) -> bool: ...
+
+    def items(self, start: int, stop: int | None) -> Iterator[tuple[str, str, Any]]:
+        """Key, path and place of every image in order, without reading more than needed."""
+        ...
+
+    def read(self, place: Any, limits: ReadLimits) -> bytes | Image.Image:
+        """One encoded image; raises exceptions of any type."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A checksum of names and counts, without reading an image."""
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Images by shards. name: as the user wrote it."""
+
+    name: str
+    parts: tuple[Part, ...]
+    limits: ReadLimits = DEFAULT_LIMITS
+
+    @property
+    def count(self) -> int | None:
+        """Number of images; None where only reading tells."""
+        counts = [part.count for part in self.parts]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    def shards(self, size: int) -> list[Shard]:
+        """Shards of at most `size` images, none of two parts; a tar file is one shard."""
+        shards: list[Shard] = []
+        for number, part in enumerate(self.parts):
+            if part.count is None:
+                shards.append(Shard(number, 0, None))
+                continue
+            starts = range(0, part.count, size)
+            shards += [Shard(number, start, min(start + size, part.count)) for start in starts]
+        return shards
+
+    def items(self, shard: Shard) -> Iterator[Item]:
+        part = self.parts[shard.part]
+        several = len(self.parts) > 1 and part.indexed  # names of files need not differ between folders
+        for key, path, place in part.items(shard.start, shard.stop):
+            yield Item(shard.part, f"{part.name}/{key}" if several else key, path, place)
+
+    def sample(self, count: int) -> Iterator[Item]:
+        """`count` images, evenly spaced where they can be read in any order, else the first ones."""
+        total = self.count
+        if total is not None and all(part.indexed for part in self.parts):
+            starts, number = [0], min(count, total)
+            for part in self.parts:
+                starts.append(starts[-1] + (part.count or 0))
+            for index in (place * total // number for place in range(number)):
+                part_number = max(each for each, start in enumerate(starts[:-1]) if start <= index)
+                start = index - starts[part_number]
+                yield from self.items(Shard(part_number, start, start + 1))
+            return
+        found = 0
+        for shard in self.shards(SHARD_SIZE):
+            for item in self.items(shard):
+                if found == count:
+                    return
+                found += 1
+                yield item
+
+    def content(self, item: Item) -> bytes | Image.Image:
+        """One encoded image, or one that is decoded already; raises exceptions of any type."""
+        return self.parts[item.part].read(item.place, self.limits)
+
+    def decode(self, item: Item, content: bytes | None = None) -> Image.Image:
+        """One image in RGB; raises MctfError with its path when it is damaged. content: where it has been read."""
+        return decode_image(
+            lambda: self.content(item) if content is None else content, name=item.path, limits=self.limits
+        )
+
+    def digest(self) -> str:
+        checksum = hashlib.blake2b(digest_size=16)
+        for part in self.parts:
+            checksum.update(repr((type(part).__name__, part.count, part.fingerprint())).encode())
+        return checksum.hexdigest()
+
+
+@dataclass(frozen=True)
+class Files:
+    """Image files one by one: of a folder, below a URL, or named in a text file.
+
+    root: before every name, "" where names are whole paths.
+    """
+
+    name: str
+    root: str
+    names: CompactNames
+    indexed: bool = True
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    def items(self, start: int, stop: int | None) -> Iterator[tuple[str, str, Any]]:
+        for name in self.names.slice(start, self.count if stop is None else stop):
+            path = f"{self.root}{name}"
+            yield name, path, path
+
+    def read(self, place: str, limits: ReadLimits) -> bytes:
+        return read_location(place, limits)
+
+    def fingerprint(self) -> str:
+        checksum = hashlib.blake2b(digest_size=16)
+        for name in self.names.slice(0, self.count):
+            checksum.update(f"{name}\0".encode(errors="surrogateescape"))
+        return checksum.hexdigest()
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """A zip file or a dataset of the hub: its directory is in memory, as its library keeps it."""
+
+    name: str
+    reader: Any
+    indexed: bool = True
+    _names: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def count(self) -> int:
+        return len(self.reader)
+
+    def items(self, start: int, stop: int | None) -> Iterator[tuple[str, str, Any]]:
+        for index in range(start, self.count if stop is None else stop):
+            name = self.reader.name(index)
+            yield name, f"{self.name}/{name}", index
+
+    def read(self, place: int, limits: ReadLimits) -> bytes | Image.Image:
+        return self.reader.content(place) if isinstance(self.reader, ZipReader) else self.reader.read(place)
+
+    def fingerprint(self) -> str:
+        checksum = hashlib.blake2b(digest_size=16)
+        for index in range(self.count):
+            checksum.update(repr(self.reader.fingerprint(index)).encode())
+        return checksum.hexdigest()
+
+
+def open_source(
+    data: object,
+    *,
+    column: str | None = None,
+    key_column: str | None = None,
+    limits: ReadLimits = DEFAULT_LIMITS,
+) -> Source:
+    """The images of --data: several sources between commas, patterns as {000..127}.tar or *.parquet.
+
+    column: of parquet files, with encoded images or paths. key_column: with a name per image.
+    """
+    parts: list[Part] = []
+    names = split_sources(data)
+    if not names or not all(names):
+        raise MctfError(f"no images are given: a name in --data is empty, as by an unset shell variable; {_EXPECTED}")
+    for path in (each for name in names for each in expand_pattern(name)):
+        parts += _open_part(path, column=column, key_column=key_column, limits=limits)
+    if (column or key_column) and not any(hasattr(part, "column") for part in parts):
+        raise MctfError("--column and --key-column belong to parquet files: leave them out")
+    if all(part.count == 0 for part in parts):
+        raise MctfError(f"{data} holds no images: expected files ending in {', '.join(IMAGE_SUFFIXES)}")
+    name = data if isinstance(data, (str, Path)) else ", ".join(map(str, names))
+    return Source(str(name), tuple(parts), limits)
+
+
+def _open_part(path: str, *, column: str | None, key_column: str | None, limits: ReadLimits) -> list[Part]:
+    from .archives import Parquet, Tar  # imports pyarrow where it is needed
+
+    if path.startswith(HUB_PREFIX):
+        return [Indexed(path, open_reader(path, limits))]
+    kind = _kind_of(path)
+    if kind == "parquet":
+        return [Parquet.open(path, column=column, key_column=key_column)]
+    if kind == "tar":
+        return [Tar.open(path)]
+    if kind == "zip" and is_url(path):
+        raise MctfError(f"{path} is a zip file behind a URL: copy it here, or use tar or parquet files")
+    if kind == "zip":
+        return [Indexed(path, ZipReader(Path(path), limits, labeled=False))]
+    if kind == "list":
+        return [_open_list(path)]
+    return _open_folder(path, column=column, key_column=key_column, limits=limits)
+
+
+def _kind_of(path: str) -> str:
+    lower = path.lower()
+    if is_url(path):
+        if lower.endswith(_TARS):
+            return "tar"
+        if lower.endswith(_LISTS):
+            return "list"
+        return next((kind for kind in ("parquet", "zip") if lower.endswith(f".{kind}")), "folder")
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            return "folder"
+        odd = describe_kind(mode)
+        if odd is not None:
+            raise MctfError(f"{path} is {odd}, not a regular file: {_EXPECTED}")
+        with open(path, "rb") as file:
+            start = file.read(512)
+    except (OSError, ValueError) as failure:
+        if isinstance(failure, MctfError):
+            raise
+        missing = isinstance(failure, (FileNotFoundError, NotADirectoryError, ValueError))
+        reason = "" if missing else f" that can be read ({first_line(failure)})"
+        raise MctfError(f"there is no {path}{reason}: {_EXPECTED}") from None
+    if start.startswith(b"PAR1"):
+        return "parquet"
+    if start.startswith(b"PK\x03\x04"):
+        return "zip"
+    if start[257:262] == b"ustar" or lower.endswith(_TARS):
+        return "tar"
+    if lower.endswith(_LISTS):
+        return "list"
+    if lower.endswith((".parquet", ".zip")):
+        raise MctfError(f"{path} is damaged: download it again")
+    raise MctfError(f"{path} is no source of images: {_EXPECTED}")
+
+
+def _open_list(path: str) -> Part:
+    """One path or URL per line; relative paths start at the folder of the file."""
+    folder = "" if is_url(path) else os.path.dirname(os.path.abspath(path))
+
+    def lines() -> Iterator[str]:
+        with open_binary(path) as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                except UnicodeDecodeError:
+                    raise MctfError(f"line {number} of {path} is not UTF-8 text: expected one path per line") from None
+                if "\0" in text:
+                    raise MctfError(f"line {number} of {path} holds a null byte: expected one path per line")
+                if text:
+                    yield text if is_url(text) or not folder else os.path.join(folder, text)
+
+    names = CompactNames(lines())
+    if not len(names):
+        raise MctfError(f"{path} is empty: expected one path per line")
+    return Files(path, "", names)
+
+
+def _open_folder(path: str, **options: Any) -> list[Part]:
+    """The images below a folder; of a folder without images its tar or parquet files."""
+    other: list[str] = []
+    seen = 0
+
+    def images(files: Sequence[str] | Iterator[str]) -> Iterator[str]:
+        nonlocal seen
+        for name in files:
+            seen += 1
+            if is_image_name(name):
+                yield name
+            elif name.lower().endswith((*_TARS, ".parquet")) and "/" not in name:
+                other.append(name)
+
+    root = path.rstrip("/") + "/"
+    names = CompactNames(images(_remote_files(path) if is_url(path) else walk_files(Path(path))))
+    if len(names):
+        return [Files(path, root, names)]
+    if other:
+        return [part for name in sorted(other) for part in _open_part(root + name, **options)]
+    if not seen:
+        raise MctfError(f"{path} is empty: expected images, tar files or parquet files")
+    raise MctfError(f"{path} holds no images: expected files ending in {', '.join(IMAGE_SUFFIXES)}")
+
+
+def _remote_files(url: str) -> list[str]:
+    system, path = file_system(url)
+    try:
+        base = path.rstrip("/") + "/"
+        return sorted(name.removeprefix(base) for name in system.find(path) if name.startswith(base))
+    except Exception as failure:  # network, permissions and names fail with exceptions of different types
+        raise MctfError(f"{url} cannot be listed ({first_line(failure)}): check the URL") from None
