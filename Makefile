@@ -66,7 +66,6 @@ clean:
 
 # Python compiles what is imported; compiling every package beforehand takes a third of the installation.
 .venv/ready: pyproject.toml constraints.txt
-	@echo "Installing into .venv: about 3 minutes and 5.5 GB, most of it PyTorch. This happens once."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@

@@ -74,10 +74,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         assert place is not None
         if place.endswith(".md"):
             name = path.relative_to(ROOT).as_posix()
-            code = f"---\nsearch: {{exclude: true}}\n---\n# {name}\n\n````{LANGUAGES[path.suffix]}\n{path.read_text()}````\n"
-            files.append(
-                File.generated(config, place, content=code, inclusion=InclusionLevel.NOT_IN_NAV)
-            )
+            header = f"---\nsearch: {{exclude: true}}\n---\n# {name}\n\n"
+            code = f"{header}````{LANGUAGES[path.suffix]}\n{path.read_text()}````\n"
+            files.append(File.generated(config, place, content=code, inclusion=InclusionLevel.NOT_IN_NAV))
         else:
             files.append(File.generated(config, place, abs_src_path=str(path)))
     return files

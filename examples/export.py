@@ -1,6 +1,6 @@
 """Write a fused model as an ONNX file, checked against the model, and run it without torch.
 
-    python examples/export.py [FILE]
+python examples/export.py [FILE]
 """
 
 import sys

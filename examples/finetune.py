@@ -26,7 +26,7 @@ photographs = [Image.fromarray(skimage.data.chelsea()), Image.fromarray(skimage.
 labels = torch.arange(2).repeat(CROPS)
 
 objective = Consistency(weight=1.0)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 model.train()
 for step in range(STEPS):
     images = torch.stack([augment(photographs[label]) for label in labels])

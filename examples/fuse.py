@@ -1,6 +1,6 @@
 """Fuse a model in three lines, look at the effect, and take it back.
 
-    python examples/fuse.py
+python examples/fuse.py
 """
 
 import skimage.data

@@ -1,7 +1,8 @@
 """The commands of docs/index.md, run as a stranger would: `python -m helpers.five_minutes` clones the repository first.
 
-The page's `sh` blocks are the script, so that page and script cannot diverge. `photo.jpg` and `photos`, which a stranger
-brings along, are photographs of scikit-image. `mctf playground` serves until it is stopped: it is asked for its page.
+The page's `sh` blocks are the script, so that page and script cannot diverge. `photo.jpg` and `photos`, which a
+stranger brings along, are photographs of scikit-image. `mctf playground` serves until it is stopped: it is asked for
+its page.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The built wheel on every supported Python, and with the lowest versions that pyproject.toml admits.
 
-    python tests/repo/release_check.py                        # every interpreter that is found, then the lowest versions
+    python tests/repo/release_check.py                        # every interpreter found, then the lowest versions
     python tests/repo/release_check.py --only 3.12,lowest --folder build/release
     python tests/repo/release_check.py --print-lowest         # the constraints file of the lowest versions
 
@@ -25,7 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SUPPORTED = ("3.11", "3.12", "3.13")
 EXTRAS = ("train", "report", "hf", "demo", "export")
 TEST_TOOLS = ("pytest", "hypothesis", "fvcore")
-TESTS = ("tests/core/test_matching.py", "tests/core/test_assignment.py", "tests/test_budgets.py", "tests/test_planning.py")
+TESTS = (
+    "tests/core/test_matching.py",
+    "tests/core/test_assignment.py",
+    "tests/test_budgets.py",
+    "tests/test_planning.py",
+)
 FUSE = """
 import sys, mctf, mctf.models, timm, torch, transformers
 assert sys.prefix in mctf.__file__, mctf.__file__
@@ -58,7 +63,7 @@ def lowest(project: dict[str, object], extras: Iterable[str]) -> list[str]:
 
 
 def find_interpreters() -> dict[str, Path | None]:
-    """An interpreter of each supported version that runs: this one, one of PATH or one of pyenv; None where none does."""
+    """An interpreter of each supported version that runs: this one, one of PATH or of pyenv; None where none does."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found: dict[str, Path | None] = {}
     for version in SUPPORTED:
@@ -129,7 +134,9 @@ def main() -> None:
         folder = (arguments.folder or Path(temporary)).resolve()
         lowest_file = Path(temporary) / "lowest.txt"
         lowest_file.write_text(pins)
-        jobs = [(version, path, ROOT / "constraints.txt") for version, path in interpreters.items() if version in wanted]
+        jobs = [
+            (version, path, ROOT / "constraints.txt") for version, path in interpreters.items() if version in wanted
+        ]
         if "lowest" in wanted:
             jobs.append(("lowest", interpreters[oldest], lowest_file))
         done = []

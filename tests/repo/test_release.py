@@ -61,7 +61,7 @@ def test_a_dependency_without_a_lower_bound_is_refused() -> None:
 def test_interpreters_are_found_by_running_them() -> None:
     found = CHECK["find_interpreters"]()
     assert list(found) == ["3.11", "3.12", "3.13"]
-    own = "%d.%d" % sys.version_info[:2]
+    own = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert found.get(own, Path(sys.executable)) == Path(sys.executable)
     assert CHECK["version_of"](Path("/bin/false")) is None
 

@@ -13,7 +13,9 @@ import mctf
 from mctf.errors import MctfError
 
 ROOT = Path(__file__).resolve().parents[2]
-LOADS = re.compile(r"<(?:script|link|img|iframe|source|video|use)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"' >]+)")
+LOADS = re.compile(
+    r"<(?:script|link|img|iframe|source|video|use)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"' >]+)"
+)
 IMPORTS = re.compile(r"(?:url\(|@import )[\"']?((?:https?:)?//[^\"')]+)")
 
 
@@ -63,7 +65,9 @@ def test_parameters_are_lists(site: Path) -> None:
 
 
 def test_a_load_from_elsewhere_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text('<a href="https://a.example/"></a><script src="https://b.example/x.js"></script>')
+    (tmp_path / "page.html").write_text(
+        '<a href="https://a.example/"></a><script src="https://b.example/x.js"></script>'
+    )
     (tmp_path / "page.css").write_text("@import url(//c.example/font.css)")
     assert loads_from_elsewhere(tmp_path) == ["https://b.example/x.js", "//c.example/font.css"]
 

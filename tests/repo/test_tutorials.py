@@ -16,7 +16,7 @@ ROOT = EXAMPLES.parent
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
 PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
 EXPECTED = {  # what a script prints when it did what its page says
-    "fuse.py": r"restored bit for bit: True\n(?s:.*)0\.41 GFLOPs of 0\.74 \(44% saved\)",
+    "fuse.py": r"restored bit for bit: True\n(?s:.*)0\.71 GFLOPs of 1\.26 \(44% saved\)",
     "choose_budget.py": r"ward +78%(?s:.*)tome +56%",
     "finetune.py": r"step 5: loss (?s:.*)classes 0 and 1 are answered \[0, 1\] fused",
     "embed.py": r"cat left +nearest: cat right\ncat right +nearest: cat left\n",
@@ -66,7 +66,7 @@ def test_the_tune_script(tmp_path: Path) -> None:
         shutil.copy(PHOTOGRAPHS / name, photos)
     (commands / "mctf").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m mctf "$@"\n')
     (commands / "mctf").chmod(0o755)
-    script = [shutil.which("bash"), EXAMPLES / "tune.sh", photos, tmp_path]
+    script = [shutil.which("bash"), EXAMPLES / "tune.sh", photos, tmp_path, "embedded_small"]
     # exec of env keeps the environment of the tests, with the command first on the path
     environment = ["env", f"PATH={commands}:/usr/bin:/bin", "OMP_NUM_THREADS=1"]
     result = subprocess.run([*environment, *script], capture_output=True, text=True)
@@ -77,4 +77,5 @@ def test_the_tune_script(tmp_path: Path) -> None:
 
 def test_every_script_is_tested() -> None:
     tested = {*EXPECTED, "export.py", "tune.sh", "own_host.py", "own_vit.py", "onnx_classify.py"}
+    tested |= {"embed_ray.py", "embed_daft.py"}  # need Ray and Daft
     assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == tested
