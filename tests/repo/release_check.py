@@ -88,7 +88,9 @@ def run(*command: object, cwd: Path) -> None:
     text = result.stdout.decode(errors="replace")
     if result.returncode != 0:
         raise SystemExit(f"{' '.join(map(str, command))}\nfailed with exit code {result.returncode}:\n{text[-4000:]}")
-    print("\n".join(line for line in text.splitlines() if line.startswith("  torch") or " passed" in line))
+    for line in text.splitlines():
+        if line.startswith("  torch") or " passed" in line:
+            print(line, flush=True)
 
 
 def install_and_test(name: str, interpreter: Path, wheel: Path, constraints: Path, folder: Path) -> None:
