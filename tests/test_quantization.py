@@ -170,11 +170,11 @@ def test_twice_and_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_compiled_fused_and_quantized(kind: str) -> None:
-    model = make("plain")
+    model = make("plain", depth=2)
     images = make_images(model, 2)
     mctf.quantize(mctf.fuse(model, "tome", r=4), kind, calibration=images)
     expected = model(images)
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")  # one graph; its code is tested by layer
     # inputs that rounding moves fall on other quantized numbers
     torch.testing.assert_close(compiled(images), expected, rtol=0.05, atol=0.05)
     assert mctf.Quantization.of(compiled) == mctf.Quantization.of(model)

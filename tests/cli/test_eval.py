@@ -18,6 +18,7 @@ from mctf.cli.output import write_text
 
 KEYS = ["r", "method", "top1", "top5", "agreement", "kl", "kl_error", "class_cosine"]
 KEYS += ["gflops", "images_per_second", "mean_tokens", "patch_cosine"]
+KEYS += ["precision", "kl_added", "kl_unquantized", "quantized_share"]
 
 
 @pytest.fixture

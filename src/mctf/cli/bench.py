@@ -219,12 +219,7 @@ def command(
         amounts = [{"r": None, "schedule": saved}]
     requests = [
         FusionRequest.of(
-            None if saved else name,
-            r=amount["r"],
-            flops=amount.get("flops"),
-            blocks=blocks,
-            schedule=saved,
-            options={},
+            None if saved else name, blocks=blocks, options={}, **{"flops": None, "schedule": None} | amount
         )
         for name, amount in product(methods, amounts)
     ]

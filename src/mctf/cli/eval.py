@@ -118,16 +118,16 @@ def command(
     if is_exported(options["model"]):
         if any((methods, reductions, budgets, schedules, blocks, pairs, precisions, calibration)):
             raise MctfError(
-                f"{options['model']} is exported as it is: leave out -r, --method, --precision and the like"
+                f"{options['model']} is exported as it is fused: leave out -r, --method, --precision and the like"
             )
         _evaluate_file(options, output=output, as_json=as_json)
         return
     requests = _requests(methods, reductions, budgets, schedules, blocks, pairs)
     quantized = quantized_precisions(precisions, options["dtype"])
-    if ("fp8" in quantized or max_kl is not None) and calibration is None:
-        raise MctfError("fp8 and --max-kl need images beside those of --data: add --calibration IMAGES")
     if not quantized and (calibration is not None or max_kl is not None):
         raise MctfError("--calibration and --max-kl are for quantized rows: add --precision fp8 or int8")
+    if ("fp8" in quantized or max_kl is not None) and calibration is None:
+        raise MctfError("fp8 and --max-kl need images beside those of --data: add --calibration IMAGES")
 
     from ..evaluation.evaluate import evaluate, passes
     from ..evaluation.setup import RunOptions

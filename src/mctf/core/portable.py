@@ -20,8 +20,11 @@ _FOR_ONNX: ContextVar[bool] = ContextVar("for_onnx", default=False)
 
 
 def exporting() -> bool:
-    """Whether a graph is being exported for another runtime."""
-    return torch.compiler.is_exporting()
+    """Whether a graph is being exported for another runtime.
+
+    By the flag itself: torch.compile of PyTorch 2.11 takes `torch.compiler.is_exporting()` for true.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 @contextmanager
@@ -36,7 +39,7 @@ def onnx_operators() -> Iterator[None]:
 
 def for_onnx() -> bool:
     """Whether the exported graph becomes an ONNX file."""
-    return _FOR_ONNX.get()
+    return exporting() and _FOR_ONNX.get()  # in this order: torch.compile cannot trace a context variable
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:

@@ -56,6 +56,8 @@ def linear_slice(linear: nn.Module, h: Tensor, start: int, stop: int) -> Tensor:
     """
     if isinstance(linear, QuantizedLinear) and not has_hooks(linear):
         return linear.rows(h, start, stop)
+    if (start, stop) == (0, getattr(linear, "out_features", None)):
+        return linear(h)  # a slice of all rows hides the weight from converters, which then do not quantize it
     if type(linear) is nn.Linear and not has_hooks(linear) and can_slice(linear.weight):
         bias = None if linear.bias is None else linear.bias[start:stop]
         return F.linear(h, linear.weight[start:stop], bias)
