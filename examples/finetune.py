@@ -15,7 +15,7 @@ import mctf
 import mctf.models  # lists the model "embedded" with timm
 from mctf.train.consistency import Consistency
 
-STEPS, CROPS = 6, 4
+STEPS, CROPS = 4, 3
 
 torch.manual_seed(0)
 model = timm.create_model("embedded", pretrained=True, num_classes=2)

@@ -18,7 +18,7 @@ PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
 EXPECTED = {  # what a script prints when it did what its page says
     "fuse.py": r"restored bit for bit: True\n(?s:.*)0\.71 GFLOPs of 1\.26 \(44% saved\)",
     "choose_budget.py": r"ward +78%(?s:.*)tome +56%",
-    "finetune.py": r"step 5: loss (?s:.*)classes 0 and 1 are answered \[0, 1\] fused",
+    "finetune.py": r"step 3: loss (?s:.*)classes 0 and 1 are answered \[0, 1\] fused",
     "embed.py": r"cat left +nearest: cat right\ncat right +nearest: cat left\n",
     "own_method.py": r"tokens per block: \[\d+(, \d+)+\]",
 }
