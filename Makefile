@@ -3,12 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-all adversarial check coverage docs wheel format clean
+.PHONY: demo five-minutes test test-all adversarial check coverage docs site wheel release-check format clean
 
 # The demo and the playground alone need fewer packages than the tests.
 demo: .venv/demo
 	@echo "mctf demo: one model, unfused and fused, on three photographs; nothing is downloaded"
 	$(BIN)/mctf demo
+
+# The commands of docs/index.md, in a fresh clone with an environment of its own: some minutes and 6 GB while it runs.
+five-minutes:
+	PYTHONPATH=tests $(PYTHON) -m helpers.five_minutes
 
 # Tests run in two processes. The Triton kernels run on the CPU, by Triton's interpreter.
 test: .venv/ready
@@ -39,16 +43,28 @@ docs: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -m helpers.model_page
 	$(BIN)/python benchmarks/performance_page.py
 
+# The documentation as a site in site/; a warning is an error. The variable stops an advertisement of the theme.
+site: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 # By the environment's own setuptools, so that it needs no network.
 wheel: .venv/ready
 	$(BIN)/python -m build --no-isolation
+
+# Wheel and sdist, checked; then the wheel on every Python that is found, and with the lowest versions of dependencies.
+# Each of these environments is some 6 GB of downloads; --only 3.11,lowest in CHECK chooses some.
+release-check: .venv/ready
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/repo/release_check.py $(CHECK)
 
 format: .venv/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv build dist .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv build dist site .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # Python compiles what is imported; compiling every package beforehand takes a third of the installation.
 .venv/ready: pyproject.toml constraints.txt

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .planning import Plan, plan
     from .quantization import Quantization, quantize, unquantize
     from .saving import load, save
+    from .schedule_file import schedules
     from .tracing import Trace, trace
 
 __version__ = "0.1.0"

@@ -124,8 +124,8 @@ fused.
 """
 
 BOTTOM = """
-[architecture.md](architecture.md#what-is-refused-and-why) lists what else is refused: hooks, masks, unsupported blocks.
-For a model of your own, [add a host](adding_a_host.md).
+[architecture.md](architecture.md#rules-that-hold-everywhere) lists what else is refused: hooks, masks, unsupported
+blocks. For a model of your own, [add a host](adding_a_host.md).
 """
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 PATH = re.compile(r"`((?:src|tests|docs|benchmarks|examples|recipes)/[\w./-]+)`")
 MAKE = re.compile(r"(?:^|`|\s{4}|run: )make ((?:[a-z-]+ ?)+)", re.MULTILINE)
@@ -51,7 +51,38 @@ def broken_references(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def long_sentences(text: str) -> list[str]:
+    """Sentences of paragraphs that are longer than two lines of 120 characters; links count as their words."""
+    prose = re.sub(r"```.*?```|^(?: {4}|[|#!]).*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n|\n- ", prose)]
+    words = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", part) for part in paragraphs]
+    return [each for part in words for each in re.split(r"(?<=[.!?:]) ", part) if len(each) > 240]
+
+
+def test_the_readme_is_one_screen_and_a_half() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert long_sentences(text) == []
+    pictures = re.findall(r"^!\[", text, flags=re.MULTILINE)
+    assert len(pictures) == 2  # one of fused patches, one plot
+
+
+def test_a_long_sentence_is_noticed() -> None:
+    sentence = "A sentence that " + "goes on and " * 20 + "ends."
+    assert long_sentences(f"Short.\n{sentence}\n\n    {sentence}\n| {sentence} |") == [sentence]
+
+
+def test_every_number_of_the_readme_table_is_in_the_documents() -> None:
+    """Images/s and speed-ups of the README stand in a page or a result file that has their command."""
+    rows = re.findall(r"^\|.*\d\u00d7 \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert len(rows) == 6
+    pages = (ROOT / "docs/performance.md").read_text() + (ROOT / "docs/deploy.md").read_text()
+    factors = [factor for row in rows for factor in re.findall(r"([\d.]+)\u00d7", row)]
+    assert len(factors) == 6
+    assert [factor for factor in factors if factor not in pages] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_and_paths_lead_to_files(document: Path) -> None:
     assert broken_paths(document, document.read_text()) == []
 
