@@ -15,6 +15,7 @@ BEGIN, END = "<!-- begin: benchmarks/performance_page.py -->", "<!-- end -->"
 COLUMNS = {
     "baseline": "baseline",
     "baseline_matmul": "baseline, matmul",
+    "ward": "`ward`",
     "mctf": "`mctf`",
     "mctf_exact": "`mctf_exact`",
     "tome": "`tome`",
@@ -23,7 +24,9 @@ COLUMNS = {
 }
 ALIASES = {"plain": "baseline", "free_drop, own patch embedding": "free_drop_conv"}
 NOISY = 0.05  # spreads above this are shown beside the number
-TITLE = re.compile(r"(?P<model>\w+), r=(?P<r>[\w.]+), batch (?P<batch>\d+), (?P<size>\d+)x\d+,")
+TITLE = re.compile(
+    r"(?P<model>\w+), (?P<amount>(r|flops)=[\w.]+( in blocks [\d,]+)?), batch (?P<batch>\d+), (?P<size>\d+)x\d+,"
+)
 
 
 def read_tables(folder: Path) -> list[dict[str, Any]]:
@@ -38,11 +41,12 @@ def read_tables(folder: Path) -> list[dict[str, Any]]:
                 **setting,
                 "pass": "training" if facts["training"] else "inference",
                 "graph": facts["compiled"] == "reduce-overhead",
+                "trimmed": "trimmed last block" in table["title"],
                 "rows": {ALIASES.get(row["name"], row["name"]): row for row in table["rows"]},
             }
         )
     return sorted(
-        tables, key=lambda each: (each["pass"], int(each["size"]), each["model"], each["r"], -int(each["batch"]))
+        tables, key=lambda each: (each["pass"], int(each["size"]), each["model"], each["amount"], -int(each["batch"]))
     )
 
 
@@ -50,8 +54,8 @@ def label(table: dict[str, Any]) -> str:
     model = table["model"].removesuffix(f"_patch16_{table['size']}").removesuffix("_patch16_224")
     size = "" if table["size"] == "224" else f", {table['size']} px"
     return (
-        f"{'training ' if table['pass'] == 'training' else ''}{model}{size}, r={table['r']}, batch {table['batch']}"
-        f"{', graph' if table['graph'] else ''}"
+        f"{'training ' if table['pass'] == 'training' else ''}{model}{size}, {table['amount']}, batch {table['batch']}"
+        f"{', trimmed last block' if table['trimmed'] else ''}{', graph' if table['graph'] else ''}"
     )
 
 
@@ -59,14 +63,20 @@ def cell(row: dict[str, Any] | None) -> str:
     """Milliseconds, then speed-ups over the baseline and over `baseline_matmul`, and the spread where it is large."""
     if row is None:
         return ""
-    remarks = [f"{row[key]:.2f}x" for key in ("speedup", "speedup_over_matmul") if row["r"] != 0 and row.get(key)]
+    name = ALIASES.get(row["name"], row["name"])
+    keys = {"baseline": (), "baseline_matmul": ("speedup",)}.get(name, ("speedup", "speedup_over_matmul"))
+    remarks = [f"{row[key]:.2f}x" for key in keys if row.get(key)]
     remarks += [f"spread {row['spread']:.0%}"] * (row["spread"] > NOISY)
     return f"{row['milliseconds']:.2f}" + (f" ({', '.join(remarks)})" if remarks else "")
 
 
 def overhead(rows: dict[str, dict[str, Any]]) -> str:
-    """Time of mctf_exact over that of dropping as many tokens: the cost of matching and pooling."""
-    return f"{rows['mctf_exact']['milliseconds'] / rows['free_drop']['milliseconds'] - 1:+.0%}"
+    """Time of mctf_exact and ward over that of dropping as many tokens: the cost of matching and pooling."""
+    if "free_drop" not in rows:
+        return ""
+    bound = rows["free_drop"]["milliseconds"]
+    timed = [name for name in ("mctf_exact", "ward") if name in rows]
+    return ", ".join(f"{rows[name]['milliseconds'] / bound - 1:+.0%}{' ward' * (name == 'ward')}" for name in timed)
 
 
 def make_table(tables: list[dict[str, Any]]) -> str:
@@ -92,7 +102,7 @@ def draw_plot(tables: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    marks = {"mctf_exact": "o", "mctf": "s", "tome": "^", "free_drop": "|"}
+    marks = {"ward": "D", "mctf_exact": "o", "mctf": "s", "tome": "^", "free_drop": "|"}
     with rc_context({"svg.hashsalt": "mctf", "svg.fonttype": "none"}):
         figure = Figure(figsize=(8, 0.3 * len(tables) + 1), layout="constrained")
         axes = figure.subplots()

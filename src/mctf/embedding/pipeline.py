@@ -1,4 +1,4 @@
-"""From items of a source to vectors: loader processes decode, the device computes, and nobody waits for nothing.
+"""From items of a source to vectors: loader processes decode the next batches while the device computes.
 
 On a GPU three things overlap: a thread copies (or decodes) the next batch on a stream of its own, the model runs, and
 the vectors of the batch before come back.
