@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo five-minutes test test-all adversarial check coverage docs site wheel release-check format clean
+.PHONY: demo five-minutes test test-all nightly adversarial check coverage docs site wheel release-check format clean
 
 # The demo and the playground alone need fewer packages than the tests.
 demo: .venv/demo
@@ -21,8 +21,12 @@ test: .venv/ready
 
 # The tests marked slow as well.
 test-all: .venv/ready
-	$(PYTEST) -m ""
-	TRITON_INTERPRET=1 $(PYTEST) -m "" tests/kernels
+	$(PYTEST) -m "not nightly"
+	TRITON_INTERPRET=1 $(PYTEST) -m "not nightly" tests/kernels
+
+# What takes long for what it finds; about four minutes.
+nightly: .venv/ready
+	$(PYTEST) -m nightly
 
 # Bad input, hostile files and killed runs; the last lines count the cases that held.
 adversarial: .venv/ready

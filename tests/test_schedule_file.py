@@ -11,6 +11,7 @@ import pytest
 import mctf
 from helpers.models import make
 from helpers.refusals import assert_refused
+from mctf.models.loading import create_empty
 from mctf.schedule_file import Schedule, read_schedule
 
 PLAIN = make("plain")
@@ -127,3 +128,24 @@ def test_contradictions_are_refused(model: Any, given: dict[str, Any], says: str
 def test_another_image_size_is_refused(model: Any) -> None:
     with pytest.raises(mctf.MctfError, match=f"for {TOKENS} tokens"):
         mctf.plan("deit_tiny_patch16_224", schedule=replace(GOOD, depth=12, r=(1,) * 12))
+
+
+@pytest.mark.parametrize("name", mctf.schedules())
+def test_schedules_of_the_package_fit_the_models_they_name(name: str) -> None:
+    schedule = read_schedule(name)
+    assert schedule == read_schedule(Path(name)), "as a command gives it"
+    assert name.startswith(schedule.model), "named by the model, then by the budget"
+    plan = mctf.plan(create_empty(schedule.model), schedule=name)
+    assert plan.gflops / plan.gflops_base == pytest.approx(schedule.flops, abs=1e-4)
+    assert round(100 * schedule.flops) == int(name.rpartition("-flops")[2])
+
+
+def test_a_file_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (name, *_) = mctf.schedules()
+    monkeypatch.chdir(tmp_path)
+    GOOD.write(Path(name))
+    assert read_schedule(name) == GOOD
+    with pytest.raises(
+        mctf.MctfError, match=f"there is no schedule 'deit_tiny_patch16-flops78'.*did you mean '{name}'"
+    ):
+        read_schedule("deit_tiny_patch16-flops78")

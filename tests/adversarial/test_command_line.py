@@ -72,7 +72,7 @@ SCHEDULES = [
     ("finetune embedded_small --data {images} --schedule {schedule.json} --flops 0.5", "leave out flops=0.5"),
     ("finetune embedded_small --data {images} --schedule {schedule.json} -m tome", "for method 'ward', not 'tome'"),
     ("finetune embedded_small --data {images} --schedule {text.txt}", "is not JSON"),
-    ("finetune embedded_small --data {images} --schedule nowhere", "there is no such file"),
+    ("finetune embedded_small --data {images} --schedule nowhere", "there is no schedule 'nowhere'"),
     ("finetune embedded_small --data {images} --schedule {other_depth.json}", "for 2 blocks"),
     ("finetune embedded_small --data {images} --schedule {schedule.json} -m none", "for method 'ward', not 'none'"),
 ]
@@ -499,7 +499,7 @@ DEMONSTRATION = [
     (DEMO + " --rounds 0", "0"),
     (DEMO + " --device bogus", "bogus"),
     (DEMO + " --weights nowhere", "nowhere"),
-    (DEMO + " --weights {nan.pt}", "finite"),
+    (DEMO + " --model embedded_small --weights {nan.pt}", "finite"),
     (DEMO + " -o ''", "--output"),
     (DEMO + " -o {text.txt}", "is not a folder"),
     (DEMO + " -o /proc/demo", "/proc"),
@@ -546,7 +546,7 @@ EXPORTING = [
     (BENCH + " --format torch --compile", "leave out --training, --compile"),
     (BENCH + " --format torch --device cuda", "exported models run on the CPU"),
     (BENCH + " --format torch -m wrd", "did you mean 'ward'"),
-    (BENCH + " --weights {weights.pt}", "--weights is for the KL of --format"),
+    (BENCH + " --weights {weights.pt}", "--weights and --calibration are for --format"),
     ("bench embedded_small test_vit --format torch", "--format takes one model"),
 ]
 

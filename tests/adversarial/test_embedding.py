@@ -190,6 +190,8 @@ def test_files_refused_by_the_system(
     record_property("cases", ["chaos: full disk", 1])
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_killed_worker_of_ray(place: Place, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     output, log = tmp_path / "run", tmp_path / "log"
     words = place.arguments(output, "--engine", "ray", "--actors", 2 if FULL else 1)

@@ -337,6 +337,7 @@ def test_the_published_fidelity_on_real_images(run: Command) -> None:
     assert merged["class_cosine"] == pytest.approx(0.9207, abs=0.002)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_shared(*SAMPLE)
 def test_residuals_bring_real_patches_closer_to_the_baselines(run: Command) -> None:

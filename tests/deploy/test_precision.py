@@ -149,6 +149,7 @@ def test_bench_of_models(command: Command, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(row["difference"] < 0.01 for row in table["rows"][3:])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_bench_over_formats_and_precisions(command: Command, images: Path) -> None:
     words = ("bench", "test_vit", "--format", "torch,pt2", "-m", "tome", "-r", 2, "--batch", 2, "--rounds", 1)

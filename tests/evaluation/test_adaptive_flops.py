@@ -102,6 +102,7 @@ def test_the_command_marks_what_it_measured(
 SAMPLE = ("data/imagenet-sample-500.zip", "data/deit_tiny_patch16_224.safetensors", "data/imagenet-classes.tsv")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_shared(*SAMPLE)
 def test_ats_off_the_shelf_on_real_images(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -48,11 +48,11 @@ ONE_PER_OPS = tuple(name for name in _PER_OPS if name in NAMES)
 PAIRS_BY_OPS = tuple(  # the pairs of these models, and all others as slow tests
     pytest.param(*pair, id="-".join(pair), marks=() if pair[0] in ONE_PER_OPS else pytest.mark.slow) for pair in PAIRS
 )
-# Every method on every model: one method per model, and the rest of the product as slow tests.
+# Methods on every model: one per model, then ward as a slow test; all of them on one model per class of BlockOps.
 PRODUCT = tuple(
     pytest.param(name, method, id=f"{name}-{method}", marks=() if (name, method) in PAIRS else pytest.mark.slow)
     for name in NAMES
-    for method in (METHODS if name in ONE_PER_OPS else ("ward", *REFERENCED))
+    for method in (METHODS if name in ONE_PER_OPS else dict.fromkeys((PAIRS[NAMES.index(name)][1], "ward")))
 )
 
 

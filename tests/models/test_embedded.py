@@ -229,13 +229,13 @@ class TestTrained:
     @needs_shared(VALIDATION)
     def test_accuracy_is_that_of_the_metadata_and_fusing_costs_little(self) -> None:
         model = timm.create_model("embedded", pretrained=True).eval()
-        dataset = open_dataset(SHARED / VALIDATION).for_model(200).spaced(200)
+        dataset = open_dataset(SHARED / VALIDATION).for_model(200).spaced(100)
         batches = EvalLoader(dataset, Preprocessing.of(model).transform(), batch_size=50)
         unfused, fused = evaluate(model, batches, [Setting("ward", 0), Setting("ward", 0.209)]).rows
         assert unfused.top1 is not None
         assert fused.top1 is not None
-        assert abs(unfused.top1 - about()["top1"]["0"]) < 9.5, "three standard errors of 200 images"
-        assert fused.top1 > unfused.top1 - 4
+        assert abs(unfused.top1 - about()["top1"]["0"]) < 13.2, "three standard errors of 100 images"
+        assert fused.top1 > unfused.top1 - 5
 
 
 def test_the_lines_of_its_page_run_as_printed(

@@ -47,7 +47,7 @@ def test_its_commands_run(command: str, place: Path) -> None:
     if command == SERVES and "playground" not in group.list_commands(Context(group)):
         pytest.skip("this mctf has no playground")
     if command.startswith("make "):
-        command += " --old-file=.venv/ready BIN=bin"
+        command += " --old-file=.venv/demo --old-file=pyproject.toml BIN=bin"
     output = run(command, folder=place, bin=place / "bin")
     if "demo" in command:
         assert (place / "mctf-demo/fused.png").is_file()

@@ -18,6 +18,7 @@ complete = pytest.mark.skipif(
 )
 
 
+@pytest.mark.nightly
 @complete
 @pytest.mark.slow
 def test_the_page_is_written_from_the_matrix() -> None:

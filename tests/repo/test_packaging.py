@@ -159,7 +159,8 @@ print(tuple(model(torch.zeros(2, 3, 160, 160)).shape))
 def test_every_module_imports_without_extras(base: Path, tmp_path: Path) -> None:
     code = """
 import importlib, pkgutil, mctf
-names = [module.name for module in pkgutil.walk_packages(mctf.__path__, "mctf.") if module.name != "mctf.__main__"]
+names = {module.name for module in pkgutil.walk_packages(mctf.__path__, "mctf.")}
+names -= {"mctf.__main__", "mctf.hosts.open_clip"}  # the latter is imported for a model of open_clip alone
 print(len([importlib.import_module(name) for name in names]))
 """
     assert int(check([base / "python", "-c", code], cwd=tmp_path)) > 100
@@ -178,6 +179,7 @@ def test_the_demo_names_its_extra(base: Path, tmp_path: Path) -> None:
     assert "pip install 'mctf[demo]'" in line
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_demo_runs_with_its_extra(dist: Path, tmp_path: Path) -> None:
     commands = make_environment(tmp_path / "venv", wheel_of(dist), {"demo"})

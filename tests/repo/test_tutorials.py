@@ -57,6 +57,7 @@ def test_the_export_script(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert len(re.findall(r"batch \d: KL to the model", output)) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_tune_script(tmp_path: Path) -> None:
     photos, commands = tmp_path / "photos", tmp_path / "bin"

@@ -204,6 +204,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(run, basic, tmp_pa
     assert run(*basic, "--only", "class_token").code == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_all_experiments(run, place: Path, tmp_path: Path) -> None:
     data = ["embedded_small", "--data", place / "pictures", "--out", "report"]

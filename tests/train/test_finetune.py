@@ -43,6 +43,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> C
     return Command(monkeypatch, capfd, "finetune")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_printed_command_works_in_a_shell(place: Path, tmp_path: Path) -> None:
     output = tmp_path / 'it\'s \U0001f98a "$HOME" `x` \\ * ; \x7f\n& '

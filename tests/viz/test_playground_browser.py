@@ -181,8 +181,11 @@ def test_a_photograph_is_dropped_and_the_settings_are_shared(server, browser, tm
     assert seen.left_the_machine() + other.left_the_machine() == []
     assert seen.complaints + other.complaints == []
     assert log.read_text() == "", "the server connects to nothing"
+    with urllib.request.urlopen(f"{address}gradio_api/info") as answer:  # nor does it serve other programs
+        assert answer.read() == b'{"named_endpoints":{},"unnamed_endpoints":{}}'
 
 
+@pytest.mark.nightly
 def test_errors_are_lines_in_the_page(server, browser, tmp_path) -> None:
     address, _ = server
     seen = Visit(browser, f"{address}?batch=1&first=wrad")
@@ -197,9 +200,3 @@ def test_errors_are_lines_in_the_page(server, browser, tmp_path) -> None:
         assert "Traceback" not in each.page.inner_text("body")
         assert str(tmp_path) not in each.page.inner_text("body")
         assert each.complaints == []
-
-
-def test_the_server_offers_no_address_for_other_programs(server) -> None:
-    address, _ = server
-    with urllib.request.urlopen(f"{address}gradio_api/info") as answer:
-        assert answer.read() == b'{"named_endpoints":{},"unnamed_endpoints":{}}'

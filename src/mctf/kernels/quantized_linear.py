@@ -82,10 +82,8 @@ class QuantizedLinear(nn.Linear):
                 "or run mctf.unquantize(model) first"
             )
         tokens = x.reshape(-1, x.shape[-1])
-        if self.kind == "fp8":  # inductor of PyTorch 2.11 compiles no product with a part of an fp8 matrix
-            product = self._fp8(tokens)[:, start:stop]
-        else:
-            product = self._int8(tokens, start, stop)
+        # inductor of PyTorch 2.11 compiles no product with a part of an fp8 matrix
+        product = self._fp8(tokens)[:, start:stop] if self.kind == "fp8" else self._int8(tokens, start, stop)
         return product.unflatten(0, x.shape[:-1])
 
     def _fp8(self, x: Tensor) -> Tensor:
