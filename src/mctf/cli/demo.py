@@ -36,7 +36,7 @@ Examples:
 @click.option("--model", default="embedded", show_default=True, help="A timm name; embedded ships with mctf.")
 @click.option("--weights", type=FILE, help="Weights file; pretrained or random weights by default.")
 @amount_options("--flops 0.56", method=_METHOD)
-@click.option("--batch", type=click.IntRange(1, 4096), default=8, show_default=True, help="Batch size when timing.")
+@click.option("--batch", type=click.IntRange(1, 4096), default=16, show_default=True, help="Batch size when timing.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Rounds of timing.")
 @device_option
 @click.option(
