@@ -7,7 +7,7 @@ from daft import DataType, Series
 
 import mctf
 
-DIMENSION = 128  # of "embedded"; mctf.Embedder(MODEL).dimension
+DIMENSION = 192  # of "embedded"; mctf.Embedder(MODEL).dimension
 
 
 @daft.cls
