@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import signal
 import warnings
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mctf._locks import LOCK_FILE, UnlockedWarning, lock_folder
+from mctf._locks import LOCK_FILE, FolderHeldError, UnlockedWarning, lock_folder
 from mctf.errors import MctfError
 
 
@@ -94,3 +95,30 @@ def test_something_else_under_the_name_of_the_lock(tmp_path: Path, make: Callabl
         pass
     assert os.path.lexists(tmp_path / LOCK_FILE)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_processes_that_take_turns_never_fail(tmp_path: Path) -> None:
+    """Each removes the folder while others are between two steps of taking it."""
+    context = multiprocessing.get_context("fork")
+    barrier, failures = context.Barrier(8), context.SimpleQueue()
+
+    def take_turns() -> None:
+        barrier.wait(30)
+        done = 0
+        while done < 60:
+            try:
+                with lock(tmp_path / "held"):
+                    done += 1
+            except FolderHeldError:
+                continue
+            except BaseException as failure:
+                failures.put(str(failure))
+                return
+
+    processes = [context.Process(target=take_turns) for _ in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert failures.empty(), failures.get()
+    assert [process.exitcode for process in processes] == [0] * 8

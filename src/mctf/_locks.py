@@ -6,12 +6,14 @@ import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from .errors import MctfError
 
 LOCK_FILE = ".mctf.lock"
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+_ATTEMPTS = 1000  # at a folder that other processes remove meanwhile
 _held: set[int] = set()  # descriptors of locks
 
 
@@ -55,12 +57,12 @@ def lock_folder(folder: Path, *, doing: str, option: str) -> Iterator[None]:
 def _acquire(folder: Path, *, doing: str, option: str) -> int:
     """The descriptor of the locked file. A file that its last holder removed meanwhile is no lock: another is made."""
     path = folder / LOCK_FILE
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
+    for attempt in count(1):
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        except FileNotFoundError:
-            if folder.is_dir():
+        except (FileNotFoundError, FileExistsError):  # its last holder removes it between two steps of these
+            if attempt == _ATTEMPTS or (folder.exists() and not folder.is_dir()):
                 raise
             continue
         try:
@@ -84,6 +86,7 @@ def _acquire(folder: Path, *, doing: str, option: str) -> int:
             os.close(handle)
             raise
         os.close(handle)
+    raise AssertionError("count has no end")
 
 
 def _flock(handle: int, folder: Path) -> None:
