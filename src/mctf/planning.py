@@ -61,6 +61,11 @@ class Plan:
         return [step.num_remaining for step in self.reductions]
 
     @property
+    def removed(self) -> list[int]:
+        """Tokens fewer after each block: the r by which `free_drop` drops as many."""
+        return [step.tokens - step.num_remaining for step in self.reductions]
+
+    @property
     def saved(self) -> float:
         """Share of the baseline's FLOPs that is saved, by the paper's accounting."""
         return 1 - self.gflops / self.gflops_base

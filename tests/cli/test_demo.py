@@ -21,7 +21,7 @@ from mctf.models.class_names import class_names
 from mctf.models.loading import create
 from mctf.viz import demo as viz_demo
 
-PHOTOGRAPHS = ("chelsea", "coffee", "grace_hopper")
+PHOTOGRAPHS = {each.path.stem: each.label for each in viz_demo.photographs()}
 QUICK = ("--model", "test_vit", "-r", 8, "--batch", 2, "--rounds", 2, "--device", "cpu")
 
 
@@ -48,9 +48,7 @@ def test_by_default_one_screen_shows_both_answers_the_saving_and_what_to_type_ne
         found = re.search(rf"^{photograph} +({names}) \d+% +({names}) \d+%$", outcome.out, flags=re.MULTILINE)
         assert found, outcome.out
         answers[photograph] = found.groups()
-    assert all(before == after for before, after in answers.values()), answers
-    assert answers["coffee"][0] == "espresso"
-    assert answers["chelsea"][0] in ("Egyptian cat", "tabby")
+    assert answers == {name: (label, label) for name, label in PHOTOGRAPHS.items()}
     planned = mctf.plan("embedded", method="ward", flops=0.56)
     saved = (
         f"{planned.gflops_base:.2f} -> {planned.gflops:.2f} G per image: {1 - planned.gflops / planned.gflops_base:.0%}"
@@ -58,9 +56,9 @@ def test_by_default_one_screen_shows_both_answers_the_saving_and_what_to_type_ne
     assert saved in outcome.out
     assert f"tokens {planned.image_tokens} -> {planned.token_counts[-1]}" in outcome.out
     assert re.search(r"images/s: [0-9.]+x, spread \d+%", outcome.out)
-    assert "same answer for 3 of 3 photographs" in outcome.out
+    assert "same answer for 2 of 2 photographs" in outcome.out
     assert "mctf eval embedded --data FOLDER --method ward --flops 0.56" in lines[-1]
-    assert Image.open(tmp_path / "mctf-demo" / "fused.png").height > 3 * 448
+    assert Image.open(tmp_path / "mctf-demo" / "fused.png").height > 2 * 448
 
 
 def test_what_it_says_to_type_next_is_accepted(command, tmp_path) -> None:
@@ -82,14 +80,14 @@ def test_without_network_random_weights_are_reported(command, tmp_path, monkeypa
     assert "batch 2, float32, cpu" in " ".join(outcome.out.split())
     assert "chelsea" not in outcome.out, "predictions of random weights are not shown"
     sheet = Image.open(tmp_path / "mctf-demo" / "fused.png")
-    assert sheet.height > 3 * 3 * 160, "three photographs, enlarged three times"
+    assert sheet.height > 2 * 3 * 160, "two photographs, enlarged three times"
     assert outcome.err == ""
     assert max(map(len, outcome.out.splitlines())) <= 80
 
 
 def test_a_terminal_shows_the_first_photograph(monkeypatch, capsys) -> None:
     shown = viz_demo.Demonstration.of(
-        create("test_vit"), viz_demo.photographs()[:1], method="ward", r=8, device=torch.device("cpu")
+        create("test_vit"), [viz_demo.photographs()[0].path], method="ward", r=8, device=torch.device("cpu")
     )
 
     def printed(protocol: Protocol | None, columns: int) -> str:
@@ -127,14 +125,14 @@ def test_json_is_one_object(command, tmp_path) -> None:
 
 
 def test_speedup_is_that_of_the_fused_model_over_the_baseline(monkeypatch) -> None:
-    files = viz_demo.photographs()[:2]
+    files = [each.path for each in viz_demo.photographs()]
     shown = viz_demo.Demonstration.of(create("test_vit"), files, method="mctf", r=8, device=torch.device("cpu"))
 
     def measured(forwards, **_: object) -> dict[str, Timing]:
         with mctf.trace(shown.fused) as trace:
             logits = forwards["fused"]()
         assert trace.token_counts == shown.plan.token_counts
-        assert torch.equal(forwards["baseline"]()[:2], shown.baseline(shown.pixels))
+        torch.testing.assert_close(forwards["baseline"]()[:2], shown.baseline(shown.pixels))
         assert len(logits) == 3
         return {"baseline": Timing((3.0,)), "fused": Timing((1.5,)), "free_drop": Timing((1.0,))}
 
@@ -184,11 +182,43 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
 
 
-@pytest.mark.parametrize("package", ["skimage", "matplotlib"])
-def test_without_a_package_of_photographs_it_is_refused_before_the_work(command, monkeypatch, package: str) -> None:
-    monkeypatch.setattr(viz_demo, "find_spec", lambda name: None if name == package else find_spec(name))
+def test_photographs_that_are_not_installed_are_left_out(command, monkeypatch) -> None:
+    def without(*packages: str) -> None:
+        monkeypatch.setattr(viz_demo, "find_spec", lambda name: None if name in packages else find_spec(name))
+
+    without("gradio")
+    assert [each.label for each in viz_demo.photographs()] == ["espresso"]
+    without("gradio", "skimage")
     monkeypatch.setattr(loading, "load_or_random", lambda *_, **__: pytest.fail("the model was loaded"))
     assert "pip install 'mctf[demo]'" in command.refusal("demo", *QUICK)
+
+
+@torch.inference_mode()
+def test_photographs_are_answered_right_by_a_wide_margin() -> None:
+    """The right class is 20 times as probable as any other (it is 140 times): rounding and resizing do not decide."""
+    files = [each.path for each in viz_demo.photographs()]
+    for method in ("ward", "mctf"):  # those that the playground shows first
+        shown = viz_demo.Demonstration.of(
+            create("embedded", pretrained=True), files, method=method, r=None, flops=0.56, device=torch.device("cpu")
+        )
+        names = [name.split(",")[0] for name in class_names().values()]
+        for model in (shown.baseline, shown.fused):
+            top = model(shown.pixels).softmax(dim=1).topk(2)
+            assert [names[index] for index in top.indices[:, 0].tolist()] == list(PHOTOGRAPHS.values())
+            assert (top.values[:, 0] > 20 * top.values[:, 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "setting"), [("ward", {"flops": 0.56, "r": None}), ("ward", {"r": 0.2}), ("tome", {"r": 8})]
+)
+def test_the_upper_bound_drops_as_many_tokens_as_the_method_fuses(method: str, setting: dict[str, float]) -> None:
+    shown = viz_demo.Demonstration.of(
+        create("test_vit"), [viz_demo.photographs()[0].path], method=method, device=torch.device("cpu"), **setting
+    )
+    with torch.inference_mode(), mctf.trace(shown.free_drop) as trace:
+        shown.free_drop(shown.pixels)
+    assert trace.token_counts == shown.plan.token_counts
+    assert min(trace.token_counts) < shown.plan.image_tokens
 
 
 def test_an_unknown_method_is_refused_before_the_model_is_loaded(command, monkeypatch) -> None:

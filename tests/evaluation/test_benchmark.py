@@ -70,6 +70,26 @@ class TestContenders:
     def test_where_the_product_is_not_used_there_is_one_baseline(self, model: nn.Module) -> None:
         assert list(make_contenders(model, CONFIG, matmul=False)) == [BASELINE, "mctf", "tome", FREE_DROP]
 
+    @pytest.mark.parametrize("amount", [8, 0.2, "fast"])
+    @pytest.mark.parametrize(
+        "methods", [("ward", "tome"), ("tome",), ("mctf_exact",), ("ats", "evit"), ("free_drop", "ward")]
+    )
+    @torch.inference_mode()
+    def test_as_many_tokens_are_dropped_as_the_first_method_removes(
+        self, model: nn.Module, methods: tuple[str, ...], amount: int | float | str
+    ) -> None:
+        config = replace(CONFIG, methods=methods, r=amount)
+        contenders = make_contenders(model, config, matmul=False)
+        first = next(name for name in methods if name != FREE_DROP)
+        planned = mctf.plan(model, method=first, image_size=160, **config.reduction(model, first))
+        with mctf.trace(contenders[FREE_DROP]) as trace:
+            contenders[FREE_DROP](torch.randn(1, 3, 160, 160))
+        assert trace.token_counts == planned.token_counts
+        assert planned.token_counts[-1] < planned.image_tokens
+        bound = mctf.plan(model, method=FREE_DROP, image_size=160, **config.reduction(model, FREE_DROP))
+        assert bound.trimmed == planned.trimmed
+        assert bound.gflops_run <= planned.gflops_run
+
     def test_both_speedups_are_measured(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(benchmark, "_repeats", lambda *_: 1)
         original = benchmark.make_contenders

@@ -36,8 +36,8 @@ Examples:
 @click.option("--model", default="embedded", show_default=True, help="A timm name; embedded ships with mctf.")
 @click.option("--weights", type=FILE, help="Weights file; pretrained or random weights by default.")
 @amount_options("--flops 0.56", method=_METHOD)
-@click.option("--batch", type=click.IntRange(1, 4096), default=16, show_default=True, help="Batch size when timing.")
-@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Rounds of timing.")
+@click.option("--batch", type=click.IntRange(1, 4096), default=8, show_default=True, help="Batch size when timing.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds of timing.")
 @device_option
 @click.option(
     "--output",
@@ -61,9 +61,9 @@ def command(
     output: Path,
     as_json: bool,
 ) -> None:
-    """Answers, cost and measured speed of a model, unfused and fused, on three photographs.
+    """Answers, cost and measured speed of a model, unfused and fused, on photographs.
 
-    The photographs ship with scikit-image and matplotlib. The default model ships with its weights (docs/embedded.md).
+    The photographs ship with scikit-image and gradio. The default model ships with its weights (docs/embedded.md).
     For other models trained weights are used where timm has them in its cache or can download them; otherwise weights
     are random, and only cost, speed and picture are meaningful. A terminal that can show pictures shows one.
     """
@@ -80,7 +80,7 @@ def command(
         flops = _FLOPS if r is None and flops is None else flops
     amounts: dict[str, Any] = {"r": r, "flops": flops, "schedule": schedule}
     FusionRequest.of(method, **amounts, blocks=None, options={})  # before a download
-    files, device = photographs(), pick_device(device_name)
+    files, device = [each.path for each in photographs()], pick_device(device_name)
     with progress(f"loading {model}"):
         loaded, source = load_or_random(model, weights=weights)
         demonstration = Demonstration.of(loaded, files, method=method, device=device, **amounts)

@@ -5,7 +5,8 @@ They share the weights:
     baseline         the unfused model
     baseline_matmul  the unfused model, patch embedding as a matrix product
     mctf, tome, ...  fused by this method
-    free_drop        the free-drop upper bound: as many tokens dropped as the methods merge, without choosing them
+    free_drop        the free-drop upper bound: in each block as many tokens dropped as the first method removes,
+                     without choosing them; with a budget, as many as keep the same share of the FLOPs
     free_drop_conv   the same with the patch embedding as a convolution
 
 On a GPU in reduced precision a fused model embeds patches by a matrix product, which is faster than the convolution.
@@ -29,7 +30,7 @@ from ..errors import MctfError, did_you_mean
 from ..hosts import find_host
 from ..hosts.patch_embed import MatmulPatchEmbed
 from ..models.loading import copy_sharing_weights
-from ..planning import FusionRequest
+from ..planning import FusionRequest, plan
 from ..quantization import quantize
 from ..schedule_file import Schedule
 
@@ -82,7 +83,9 @@ class BenchmarkConfig:
 
     def reduction(self, model: nn.Module, method: str) -> dict[str, Any]:
         """r, trim_last and the options of a method, as `fuse` and `plan` take them."""
-        if self.schedule is not None:  # the upper bound drops as many tokens
+        if method == FREE_DROP and self.flops is None and (dropped := self._dropped(model)) is not None:
+            return dropped
+        if self.schedule is not None:
             options = self.schedule.options if method == self.schedule.method else {}
             return {"r": self.schedule.r, "trim_last": self.trim_last, **options}
         request = FusionRequest.of(method, r=self.r, flops=self.flops, blocks=self.blocks, schedule=None, options={})
@@ -90,6 +93,21 @@ class BenchmarkConfig:
         setting = request.resolve(host, host.architecture(self.image_size), trim_last=self.trim_last)
         blocks = None if isinstance(setting.r, tuple) else setting.blocks  # a solved r may name every block itself
         return {"r": setting.r, "blocks": blocks, "trim_last": self.trim_last}
+
+    def _dropped(self, model: nn.Module) -> dict[str, Any] | None:
+        """What the upper bound drops: as many tokens per block as the first method whose plan removes any.
+
+        One r means other blocks for each method. None where the number of tokens depends on the image.
+        """
+        architecture = find_host(model).architecture(self.image_size)
+        for method in self.methods:
+            if method == FREE_DROP:
+                continue
+            planned = plan(model, method=method, architecture=architecture, **self.reduction(model, method))
+            if any(planned.removed):
+                trim_last = planned.trimmed if self.trim_last is None else self.trim_last
+                return {"r": planned.removed, "trim_last": trim_last}
+        return None
 
     @property
     def uses_cuda_graphs(self) -> bool:
