@@ -11,6 +11,7 @@ import torch
 import mctf
 from helpers.images import encode, make_picture
 from mctf import Embedder, MctfError
+from mctf.api import find_stack
 from mctf.data import Preprocessing
 from mctf.embedding.check import recall
 
@@ -91,6 +92,17 @@ def test_top_classes() -> None:
     assert torch.equal(chosen, torch.from_numpy(given["top_probabilities"]))
 
 
+def test_the_projection_of_clip_has_no_classes() -> None:
+    model = timm.create_model("test_vit")
+    model.pretrained_cfg = {**model.pretrained_cfg, "architecture": "vit_base_patch32_clip_224", "num_classes": 1000}
+    assert Embedder(model, r=0, vector="projection").loaded.facts["vector"] == "projection"
+    for settings in ({"vector": "logits"}, {"top_k": 2}):
+        with pytest.raises(MctfError, match="has no classifier"):
+            Embedder(model, r=0, **settings)(PICTURES)
+    model.pretrained_cfg["num_classes"] = 512  # weights of another head than the published one
+    assert Embedder(model, r=0, top_k=2, vector="logits").loaded.facts["dimension"] == 1000
+
+
 def test_an_unreadable_image_is_refused_or_a_row_of_nan(embed: Embedder) -> None:
     with pytest.raises(MctfError, match="image 1 is not a readable image"):
         embed([PICTURES[0], b"nothing"])
@@ -98,6 +110,11 @@ def test_an_unreadable_image_is_refused_or_a_row_of_nan(embed: Embedder) -> None
     vectors = skipping([PICTURES[0], b"nothing"])
     assert np.isnan(vectors[1]).all()
     assert np.isfinite(vectors[0]).all()
+    skipping = Embedder("test_vit", r=0, on_corrupt="skip", top_k=2, **SETTINGS)
+    columns = skipping({"image": [PICTURES[0], b"nothing"]})
+    assert np.isnan(columns["top_probabilities"][1]).all()
+    assert columns["top_classes"][1].tolist() == [-1, -1]
+    assert (columns["top_classes"][0] >= 0).all()
 
 
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
@@ -149,10 +166,47 @@ def test_one_image_belongs_into_a_list(embed: Embedder) -> None:
         embed({"x": PICTURES})
 
 
-def test_a_model_is_used_as_it_is() -> None:
+def test_a_fused_model_stays_as_it_is() -> None:
     model = timm.create_model("test_vit").eval()
     mctf.fuse(model, "tome", r=4)
     assert Embedder(model).loaded.facts["method"] == "tome"
+    for settings in ({"r": 2}, {"method": "ward"}, {"flops": 0.9}, {"blocks": [1]}, {"options": {"rounds": 8}}):
+        with pytest.raises(MctfError, match=r"is fused already: leave out \w+, or mctf.unfuse"):
+            Embedder(model, **settings)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_of_the_user_is_not_changed(dtype: str) -> None:
+    model = timm.create_model("test_vit").train()
+    Embedder(model, r=4, dtype=dtype, device="cpu")(PICTURES[:1])
+    assert model.training
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
+    assert find_stack(model) is None
+
+
+def test_models_that_are_no_timm_models_are_refused_with_a_cure() -> None:
+    transformers, open_clip = pytest.importorskip("transformers"), pytest.importorskip("open_clip")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.CLIPVisionConfig(**sizes, image_size=32, patch_size=8)
+    with pytest.raises(MctfError, match=r"CLIPVisionModel has no forward_features and forward_head.*hf:NAME"):
+        Embedder(transformers.CLIPVisionModel(config))
+    tower = open_clip.transformer.VisionTransformer(32, 8, 32, 2, 2, 4.0, output_dim=16)
+    with pytest.raises(MctfError, match=r"VisionTransformer has no forward_features.*pass timm's model"):
+        Embedder(tower)
+
+
+@pytest.mark.slow
+def test_padded_and_full_batches_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, compiler = [], torch.compile
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda run, **_options: compiler(run, backend=backend, dynamic=False))
+    embed = Embedder("test_vit", r=0, compile=True, device="cpu", **SETTINGS)
+    assert embed(PICTURES).shape == (5, 64)  # one batch of 4 and one that is padded
+    assert len(graphs) == 1
 
 
 def test_recall_counts_neighbors() -> None:

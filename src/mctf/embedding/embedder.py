@@ -3,10 +3,12 @@
 Axes: B images, 3 H W, D of the vector.
 """
 
+import copy
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from ..errors import MctfError, is_out_of_memory, shown
 from ..evaluation.environment import pick_device, set_threads
 from ..hosts import find_host
 from ..methods.base import check_bool, check_choice, check_whole
-from ..models.loading import load_described
+from ..models.loading import copy_sharing_weights, load_described
 from ..planning import FusionRequest, ScheduleSource, plan
 from .names import read_location
 from .vectors import VECTORS, Outputs, VectorReader, check_top_k, protected_tokens, reads_every_token, resolve_vector
@@ -43,11 +45,8 @@ class Loaded:
     read: Any
     preprocessing: Preprocessing
     device: torch.device
-    dtype: torch.dtype
     weights: str
     facts: dict[str, Any]
-    mean: Tensor
-    std: Tensor
 
 
 class Embedder:
@@ -56,13 +55,13 @@ class Embedder:
         embed = mctf.Embedder("deit_small_patch16_224", flops=0.56, normalize=True)
         vectors = embed(["cat.jpg", "dog.jpg"])        # float32, 2 D
 
-    model: a name as of `mctf embed`, or a model, fused or not, that is used as it is.
+    model: a name as of `mctf embed`, or a model, of which a copy is taken; one that is fused stays as it is.
     weights: a file. random_weights: none. r=0: the unfused model. options: of the method.
     vector: "auto" (the projection of CLIP, else what the model's head reads), "class", "mean" (of patches),
         "attention", "projection" or "logits". normalize: to length 1. vector_dtype: "fp32" or "fp16".
     dtype: of the model. batch_size: images per pass. compile: one CUDA graph per pass, by torch.compile.
     limits: what one image may cost. on_corrupt: "stop" raises MctfError for an unreadable image, "skip" gives a row of
-        nan. threads: of the CPU.
+        nan, and -1 for its classes. threads: of the CPU.
 
     The model is loaded when it is first used, by each process for itself: an Embedder made from a name is a few hundred
     bytes when pickled. Calls take a list of bytes, paths, PIL images or arrays (H W 3, uint8), or an array of B H W 3;
@@ -100,6 +99,7 @@ class Embedder:
         check_bool(normalize=normalize, compile=compile, random_weights=random_weights)
         check_whole(1, batch_size=batch_size)
         check_whole(0, top_k=top_k)
+        given = {"method": method, "r": r, "flops": flops, "blocks": blocks, "schedule": schedule, **(options or {})}
         if schedule is None and method is None:
             method = METHOD
         request = FusionRequest.of(method, r=r, flops=flops, blocks=blocks, schedule=schedule, options=options or {})
@@ -107,6 +107,8 @@ class Embedder:
             raise MctfError(f"{request.method.name} keeps as many tokens as each image needs: leave out compile")
         if not isinstance(model, (str, nn.Module)):
             raise MctfError(f"model={shown(model)} is neither a name nor a model")
+        if isinstance(model, nn.Module):
+            _check_module(model, [name for name, value in given.items() if value is not None])
         self.model = model
         self.weights = None if weights is None else Path(weights)
         self.random_weights = random_weights
@@ -115,7 +117,7 @@ class Embedder:
             "r": r,
             "flops": flops,
             "blocks": None if blocks is None else tuple(blocks),
-            "schedule": schedule,
+            "schedule": request.schedule,
             **(options or {}),
         }
         self.vector, self.normalize, self.vector_dtype, self.top_k = vector, normalize, vector_dtype, top_k
@@ -185,7 +187,8 @@ class Embedder:
             return self._empty()
         arrays = tuple(np.concatenate([part.cpu().numpy() for part in parts]) for parts in zip(*chunks, strict=True))
         if unreadable:
-            arrays[0][unreadable] = np.nan
+            for array in arrays:
+                array[unreadable] = np.nan if array.dtype.kind == "f" else -1  # -1: no class
         return arrays
 
     def _empty(self) -> tuple[np.ndarray[Any, Any], ...]:
@@ -193,13 +196,13 @@ class Embedder:
         tops = np.zeros((0, self.top_k), np.float32), np.zeros((0, self.top_k), np.int64)
         return (vectors, *tops) if self.top_k else (vectors,)
 
-    @torch.inference_mode()
     def run(self, pixels: Tensor, *, pad: bool = False) -> Outputs:
         """Vectors on the device of images as uint8, at most a batch: B 3 H W -> B D, and top-k where it is asked for.
 
         pad: run a batch of full size, so that every pass has one shape; a compiled model always does.
         """
         loaded, count = self.loaded, len(pixels)
+        # Padded outside of inference mode: compiled code takes tensors that were made in it for a second kind of input.
         pixels = pixels.to(loaded.device, non_blocking=True)
         if (pad or self.compile) and count < self.batch_size:
             rest = pixels.new_zeros(self.batch_size - count, *pixels.shape[1:])
@@ -207,30 +210,29 @@ class Embedder:
         try:
             if self.compile and loaded.device.type == "cuda":
                 torch.compiler.cudagraph_mark_step_begin()
-            outputs = loaded.read(pixels)
+            with torch.inference_mode():
+                outputs = loaded.read(pixels)
+                if self.compile and loaded.device.type == "cuda":  # the next replay of the graph overwrites its outputs
+                    return tuple(output[:count].clone() for output in outputs)
+                return tuple(output[:count] for output in outputs)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise MctfError(
                 f"{loaded.device} has too little memory for batches of {self.batch_size}: lower the batch size"
             ) from None
-        if self.compile and loaded.device.type == "cuda":  # the next replay of the graph overwrites its outputs
-            return tuple(output[:count].clone() for output in outputs)
-        return tuple(output[:count] for output in outputs)
 
     def _load(self) -> Loaded:
         set_threads(self.threads)
-        device = pick_device(self.device_name)
-        model = self._load_model()
-        facts: dict[str, Any] = {}
+        device, dtype = pick_device(self.device_name), getattr(torch, self.dtype)
+        model = self._load_model(device, dtype)
         kind = resolve_vector(model, self.vector)
         check_top_k(model, self.top_k)
         weights = _digest(model)
         if find_stack(model) is None and self.fusion["r"] != 0:
             fuse(model, dense=reads_every_token(kind), **self.fusion)
-        facts |= _fusion_facts(model)
+        facts = _fusion_facts(model)
         preprocessing = Preprocessing.of(model, crop_pct=self.crop_pct)
-        dtype = getattr(torch, self.dtype)
         try:
             model = model.eval().to(device, dtype)
         except Exception as error:
@@ -247,14 +249,16 @@ class Embedder:
         if self.compile:
             run = torch.compile(run, dynamic=False, mode="reduce-overhead" if device.type == "cuda" else None)
         facts |= {
-            "vector": kind if kind != "auto" else "auto",
+            "vector": kind,
             "dimension": _dimension(read, preprocessing, device, dtype),
         }
-        return Loaded(model, run, preprocessing, device, dtype, weights, facts, mean, std)
+        return Loaded(model, run, preprocessing, device, weights, facts)
 
-    def _load_model(self) -> Any:
+    def _load_model(self, device: torch.device, dtype: torch.dtype) -> Any:
         if isinstance(self.model, nn.Module):
-            return self.model
+            tensors = chain(self.model.parameters(), self.model.buffers())
+            stays = all(each.device == device and each.dtype in (dtype, torch.long) for each in tensors)
+            return copy_sharing_weights(self.model) if stays else copy.deepcopy(self.model)
         if self.model.startswith("hf:") and not self.random_weights and self.weights is None:
             from ..models.loading import load_model
 
@@ -263,6 +267,20 @@ class Embedder:
             self.model, weights=self.weights, random=self.random_weights, image_size=self.image_size
         )
         return loaded
+
+
+def _check_module(model: nn.Module, settings: list[str]) -> None:
+    """Raise MctfError for a model without timm's methods, and for settings of the fusion where it is fused already."""
+    name = type(model).__name__
+    if not (hasattr(model, "forward_features") and hasattr(model, "forward_head")):
+        cure = "pass a model of timm, or a name"
+        if type(model).__module__.startswith("transformers."):
+            cure = "pass its name as hf:NAME, or hf:FOLDER after save_pretrained"
+        if type(model).__module__.startswith("open_clip."):
+            cure = "pass timm's model of these weights, as vit_base_patch32_clip_224.openai"
+        raise MctfError(f"{name} has no forward_features and forward_head, from which vectors are read: {cure}")
+    if settings and find_stack(model) is not None:
+        raise MctfError(f"this {name} is fused already: leave out {', '.join(settings)}, or mctf.unfuse(model) first")
 
 
 def _normalized(read: VectorReader, mean: Tensor, std: Tensor, dtype: torch.dtype, pixels: Tensor) -> Outputs:

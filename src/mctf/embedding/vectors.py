@@ -86,7 +86,7 @@ def resolve_vector(model: Any, kind: str) -> str:
         return "projection" if _has_projection(model) else "auto"
     if kind == "class" and not host.class_token:
         raise MctfError(f"{name} has no class token: use --vector mean, or auto for what its head reads")
-    if kind == "logits" and not getattr(model, "num_classes", 0):
+    if kind == "logits" and not _num_classes(model):
         raise MctfError(f"{name} has no classifier: use --vector auto")
     if kind == "attention" and not _pools_by_attention(model):
         raise MctfError(f"{name} has no attention pooling: use --vector auto for what its head reads")
@@ -103,7 +103,7 @@ def reads_every_token(kind: str) -> bool:
 
 
 def check_top_k(model: Any, top_k: int) -> None:
-    classes = getattr(model, "num_classes", 0) or 0
+    classes = _num_classes(model)
     if top_k > classes:
         why = f"has {classes} classes" if classes else "has no classifier"
         raise MctfError(f"the model {why}: --top-k {top_k} needs at least {top_k}")
@@ -113,13 +113,19 @@ def protected_tokens(model: nn.Module) -> int:
     return find_host(model).architecture(None).protected
 
 
+def _num_classes(model: Any) -> int:
+    """Of the classifier; 0 where there is none, or where the head is a projection."""
+    return 0 if _has_projection(model) else getattr(model, "num_classes", 0) or 0
+
+
 def _has_projection(model: Any) -> bool:
-    """CLIP of transformers, or of timm, whose head of a model that was not fine-tuned is the projection."""
+    """CLIP of transformers, or of timm, whose head is the projection unless it was fine-tuned for other outputs."""
     if isinstance(model, ImageModel):
         return hasattr(model, "projection")
     config = getattr(model, "pretrained_cfg", None) or {}
-    is_clip = "_clip_" in str(config.get("architecture", ""))
-    return is_clip and "ft_in" not in str(config.get("tag", "")) and bool(getattr(model, "num_classes", 0))
+    is_clip = "_clip_" in str(config.get("architecture", "")) and "ft_in" not in str(config.get("tag", ""))
+    outputs = getattr(model, "num_classes", 0)
+    return is_clip and bool(outputs) and outputs == config.get("num_classes", outputs)
 
 
 def _pools_by_attention(model: Any) -> bool:
