@@ -19,9 +19,20 @@ import mctf
 from helpers.command_line import Command
 from helpers.forked import Forked
 from helpers.images import encode, make_picture
+from mctf.embedding.writers import Layout
 
 COUNT = 20
 MODEL = ["test_vit", "--random-weights", "--image-size", 32, "--device", "cpu", "--batch-size", 8]
+WRITE_TABLES = """
+import json, sys, pyarrow, pyarrow.parquet
+for path, columns in json.loads(sys.argv[1]).items():
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+"""
+READ_KEYS = """
+import glob, json, sys, pyarrow.parquet
+tables = [pyarrow.parquet.read_table(path) for path in sorted(glob.glob(f"{sys.argv[1]}/*.parquet"))]
+print(json.dumps([key for table in tables for key in table["key"].to_pylist()]))
+"""
 READ = """
 import glob, json, sys
 import duckdb, numpy, pyarrow.parquet as pq
@@ -174,7 +185,10 @@ def test_another_setting_is_refused(run: Run, images: Path, tmp_path: Path) -> N
     cases = [
         (("--normalize",), {}, "differs in normalize: False there, True here"),
         (("--method", "tome"), {}, "differs in method: 'ward' there, 'tome' here"),
-        (("--flops", 0.95), {}, "differs in schedule"),
+        (("--flops", 0.95), {}, "differs in schedule (block "),
+        (("--vector", "mean"), {}, "differs in vector: 'auto' there, 'mean' here"),
+        (("--option", "rounds=8"), {}, "differs in method_options (rounds): "),
+        (("--max-pixels", 50_000), {}, "differs in limits (max_pixels): 100000000 there, 50000 here"),
         (("--shard-size", 5), {}, "shard_size"),
         ((), {"data": fewer}, "differs in the images: 20 listed there, 19 listed here"),
     ]
@@ -233,6 +247,90 @@ def test_tar_and_parquet_give_the_same_vectors(run: Run, images: Path, tmp_path:
     assert not (tmp_path / "none").exists()
 
 
+def test_keys_of_parquet_files_differ(run: Run, images: Path, tmp_path: Path) -> None:
+    paths = [str(images / name) for name in ("00.png", "01.png")]
+    first, second = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    tables = {
+        str(first): {"path": paths, "id": [7, 8], "name": ["a", "a"], "half": ["a", None]},
+        str(second): {"path": paths, "id": [7, 7], "name": ["a", "b"], "half": ["a", "b"]},
+    }
+    python(WRITE_TABLES, json.dumps(tables))
+    assert run(data=f"{first},{second}")[0] == 0
+    keys = json.loads(python(READ_KEYS, tmp_path / "out"))
+    assert keys == ["a.parquet/7", "a.parquet/8", "b.parquet/0", "b.parquet/1"]
+    assert run("--key-column", "name", data=second, output=tmp_path / "one")[0] == 0
+    assert json.loads(python(READ_KEYS, tmp_path / "one")) == ["a", "b"]
+    for column, says in (("name", "has 0 empty values and 1 repeated one"), ("half", "has 1 empty value and 0")):
+        code, text = run("--key-column", column, data=first, output=tmp_path / "none")
+        assert (code, says in text, len(text.splitlines())) == (2, True, 1)
+
+
+def test_a_damaged_archive_leaves_its_shard_unfinished(run: Run, images: Path, tmp_path: Path) -> None:
+    whole, paths = [], sorted(images.iterdir())
+    for number in range(3):
+        with tarfile.open(tmp_path / f"{number}.tar", "w") as archive:
+            for path in paths[6 * number : 6 * number + 6]:
+                archive.add(path, path.name)
+        whole.append((tmp_path / f"{number}.tar").read_bytes())
+    (tmp_path / "1.tar").write_bytes(whole[1][:5000])
+    data = f"{tmp_path}/{{0..2}}.tar"
+    code, text = run("--batch-size", 2, data=data)
+    assert code == 2
+    assert "12 images in 2 shards" in text
+    assert "1 shard not finished (00001)" in text.splitlines()[-1]
+    assert "1.tar cannot be read as a tar file" in text.splitlines()[-1]
+    before = snapshot(tmp_path / "out")
+    assert {name for name in before if name.endswith(".parquet")} == {"00000.parquet", "00002.parquet"}
+    code, text = run("--batch-size", 2, "--on-corrupt", "stop", data=data)
+    assert (code, len(text.splitlines())) == (2, 1)
+    (tmp_path / "1.tar").write_bytes(whole[1])
+    assert run("--batch-size", 2, data=data)[0] == 0
+    after = snapshot(tmp_path / "out")
+    assert {name for name in after if after[name] != before.get(name)} == {
+        *("00001.parquet", "00001_stats.json", "manifest.json"),
+    }
+
+
+def test_a_missing_disk_leaves_shards_unfinished(run: Run, images: Path, tmp_path: Path) -> None:
+    disk = shutil.copytree(images, tmp_path / "disk")
+    (tmp_path / "list.txt").write_text("".join(f"{path}\n" for path in [*sorted(disk.iterdir()), disk / "none.png"]))
+    disk.rename(tmp_path / "elsewhere")
+    disk.mkdir()
+    code, text = run(data=tmp_path / "list.txt")
+    assert code == 2
+    assert "3 shards not finished (00000, 00001, 00002)" in text
+    assert "00.png cannot be read (there is no such file" in text
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["manifest.json"]
+    disk.rmdir()
+    (tmp_path / "elsewhere").rename(disk)
+    code, text = run(data=tmp_path / "list.txt")
+    assert code == 0
+    assert f"{COUNT} images" in text
+    assert "1 image not readable" in text
+
+
+def test_the_stats_of_a_shard(run: Run, tmp_path: Path) -> None:
+    assert run()[0] == 0
+    stats = json.loads((tmp_path / "out" / "00000_stats.json").read_text())
+    shares = [stats[f"{name}_share"] for name in ("decoding", "model", "disk")]
+    assert sum(shares) == pytest.approx(1, abs=2e-4)
+    assert stats["bound"] == ("decoding", "model", "disk")[int(np.argmax(shares))]
+    assert stats["images_per_second"] == pytest.approx(8 / stats["seconds"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "stats",
+    ['{"files": {}}', '{"files": {}, "images": 1, "failed": 0}', '{"files": {"data": 3}}', "[]", "{", '{"files": 3}'],
+)
+def test_stats_that_say_too_little(tmp_path: Path, stats: str) -> None:
+    layout = Layout(tmp_path, "parquet", 1)
+    (tmp_path / "data").write_bytes(b"123")
+    layout.stats(0).write_text(stats)
+    assert layout.read_stats(0) is None
+    layout.stats(0).write_text('{"files": {"data": 3}, "images": 1, "failed": 0}')
+    assert layout.read_stats(0) is not None
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -247,6 +345,10 @@ def test_tar_and_parquet_give_the_same_vectors(run: Run, images: Path, tmp_path:
         ("--data {images} --output out --column x", "belong to parquet files"),
         ("--data {images} --output out --top-k 5000", "--top-k 5000 needs"),
         ("--data {images} --output out --decode gpu", "needs a CUDA device"),
+        ("--data {images} --check 5 --engine ray", "leave out --engine"),
+        ("--data {images} --check 5 --shard 1/2", "leave out --shard"),
+        ("--data {images} --check 5 --format npy", "leave out --format"),
+        ("--data {images} --check 5 --decode gpu", "leave out --decode"),
         ("--data {images} --output full", "holds 'a.txt' and no manifest.json"),
         ("--data {images} --output out --ray-address x", "belong to --engine ray"),
     ],

@@ -1,17 +1,23 @@
 """Sources: which images they have, in which order, and in which shards."""
 
+import errno
+import gzip
 import io
 import os
 import tarfile
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from helpers.images import encode, make_picture, write_folder, zip_folder
 from mctf import MctfError
 from mctf.data import ReadLimits
-from mctf.embedding.names import CompactNames, expand_pattern, split_sources
+from mctf.data.decode import UnreadableError
+from mctf.embedding import archives, names
+from mctf.embedding.names import CompactNames, UnavailableError, expand_pattern, read_location, split_sources
 from mctf.embedding.sources import Item, Source, open_source
 
 
@@ -61,6 +67,66 @@ def test_keys_of_several_sources_differ(folder: Path, tmp_path: Path) -> None:
     both = open_source(f"{folder},{zip_folder(folder, tmp_path / 'images.zip')}")
     keys = [item.key for item in all_items(both)]
     assert len(set(keys)) == len(keys) == 8
+    for part in "xy":
+        (tmp_path / part).mkdir()
+        write_tar(tmp_path / part / "0.tar", {"0.png": picture(0), "1.png": picture(1)})
+    tars = open_source(f"{tmp_path}/*/0.tar")
+    assert [item.key for item in all_items(tars)] == ["x/0.tar/0", "x/0.tar/1", "y/0.tar/0", "y/0.tar/1"]
+    with pytest.raises(MctfError, match="twice: name it once"):
+        open_source(f"{folder},{folder}/../images")
+
+
+def test_lines_of_a_text_file_differ(folder: Path) -> None:
+    (folder / "list.txt").write_text("b/1.png\nloose.png\nb/1.png\n")
+    with pytest.raises(MctfError, match="repeats 1 line, and lines are keys"):
+        open_source(folder / "list.txt")
+
+
+def test_missing_beside_others_is_unreadable_and_a_missing_disk_is_not(folder: Path, tmp_path: Path) -> None:
+    limits = ReadLimits()
+    with pytest.raises(UnreadableError, match="there is no such file"):
+        read_location(f"{folder}/b/none.png", limits)
+    (tmp_path / "unmounted").mkdir()
+    for path in (f"{tmp_path}/unmounted/0.png", f"{tmp_path}/unmounted/a/b/0.png"):
+        with pytest.raises(UnavailableError, match="there is no such file"):
+            read_location(path, limits)
+
+
+def test_errors_of_disks_are_no_errors_of_images(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object, **_options: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    sources = [open_source(folder), open_source(write_tar(tmp_path / "a.tar", {"0.png": picture(0)}))]
+    cases = [(0, errno.EIO, UnavailableError), (0, errno.EACCES, UnreadableError), (1, errno.EIO, UnavailableError)]
+    for place, number, kind in cases:
+        item = all_items(sources[place])[0]
+        monkeypatch.setattr(os, "pread" if place else "open", fail)
+        with pytest.raises(kind, match=os.strerror(number)):
+            sources[place].content(item)
+        monkeypatch.undo()
+    archive = zip_folder(folder, tmp_path / "images.zip")
+    source = open_source(archive)
+    item = all_items(source)[0]
+    source.parts[0].reader._handle = None  # as in another process
+    archive.unlink()
+    with pytest.raises(UnavailableError, match="cannot be read as a zip file"):
+        source.content(item)
+
+
+@pytest.mark.parametrize(("status", "passes"), [(503, True), (429, True), (404, False), (410, False)])
+def test_errors_of_servers(monkeypatch: pytest.MonkeyPatch, status: int, passes: bool) -> None:
+    class ServerError(Exception):
+        pass
+
+    class System:
+        def open(self, *_arguments: object) -> NoReturn:
+            error = ServerError("no")
+            error.status = status
+            raise error
+
+    monkeypatch.setattr(names, "file_system", lambda url: (System(), url))
+    with pytest.raises(UnavailableError if passes else ServerError):
+        read_location("https://example.org/0.png", ReadLimits())
 
 
 @pytest.mark.parametrize(("name", "mode"), [("a.tar", "w"), ("a.tar.gz", "w:gz")])
@@ -71,6 +137,28 @@ def test_a_tar_file_is_one_shard(tmp_path: Path, name: str, mode: str) -> None:
     items = all_items(source)
     assert [item.key for item in items] == ["x/0", "x/1.jpg", "x/1.jpg.webp"]
     assert [source.content(item) for item in items] == [picture(0), picture(1), picture(2)]
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+@pytest.mark.parametrize(
+    ("cut", "says"),
+    [
+        (lambda tar, second: tar[:second] + b"damaged!" + tar[second + 8 :], "bad checksum"),
+        (lambda tar, second: tar[:second], "ends without the mark of its end"),
+        (lambda tar, second: tar[: second + 100], "truncated header"),
+        (lambda tar, second: tar[: second + 512 + 30], "unexpected end of data"),
+    ],
+)
+@pytest.mark.parametrize("last", ["1.png", "1.json"])
+def test_a_damaged_tar_file_is_refused(
+    tmp_path: Path, name: str, cut: Callable[[bytes, int], bytes], says: str, last: str
+) -> None:
+    whole = write_tar(tmp_path / "whole.tar", {"0.png": picture(0), last: picture(1)}).read_bytes()
+    second = 512 + -(-len(picture(0)) // 512) * 512
+    damaged = cut(whole, second)
+    (tmp_path / name).write_bytes(gzip.compress(damaged) if name.endswith("gz") else damaged)
+    with pytest.raises(MctfError, match=says):
+        all_items(open_source(tmp_path / name))
 
 
 def test_memory_does_not_grow_with_a_tar_file(tmp_path: Path) -> None:
@@ -143,11 +231,15 @@ def test_the_digest_notices_a_change(folder: Path) -> None:
     assert open_source(folder).digest() != before
 
 
-def test_limits_hold(tmp_path: Path) -> None:
+def test_limits_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tar(tmp_path / "a.tar", {"0.png": picture(0)})
     source = open_source(path, limits=ReadLimits(max_bytes=10))
     with pytest.raises(MctfError, match="over the limit"):
         source.decode(all_items(source)[0])
+    monkeypatch.setattr(archives, "DEFAULT_LIMITS", ReadLimits(max_bytes=10))
+    packed = write_tar(tmp_path / "b.tar.gz", {"0.png": picture(0)}, "w:gz")
+    source = open_source(packed, limits=ReadLimits(max_bytes=10**6))
+    assert source.content(all_items(source)[0]) == picture(0)
     source = open_source(path, limits=ReadLimits(max_pixels=10))
     with pytest.raises(MctfError, match="over the limit of 10"):
         source.decode(all_items(source)[0])

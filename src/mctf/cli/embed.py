@@ -162,6 +162,15 @@ def command(
         check_folder(output, "--output", inputs=[data])
     if engine == "local" and (ray_address or actors):
         raise MctfError("--ray-address and --actors belong to --engine ray: add it")
+    if count is not None:
+        for name, given, default in (
+            ("--engine", engine, "local"),
+            ("--shard", part, None),
+            ("--format", form, "parquet"),
+            ("--decode", decode, "cpu"),
+        ):
+            if given != default:
+                raise MctfError(f"--check writes nothing, in this process and decoded on the CPU: leave out {name}")
 
     from ..data import ReadLimits
     from ..distributed import read_ranks
@@ -219,12 +228,20 @@ def command(
     numbers = portion(len(job.shards), part=first, parts=parts)[ranks.rank :: ranks.world_size]
     from ..evaluation.environment import command_line
 
+    if engine == "local":
+        job.check_device()
     job.prepare(command=command_line())
     pending = job.pending(numbers)
     reports, seconds = _run(job, pending, engine=engine, address=ray_address, actors=actors, wanted=wanted)
     counts = job.summarize()
     if ranks.is_main:
         _report(job, reports, counts, seconds, as_json=as_json)
+    if unfinished := [report for report in reports if report.unfinished]:
+        names = ", ".join(job.layout.name(report.number) for report in unfinished[:5])
+        raise MctfError(
+            f"{plural(len(unfinished), 'shard')} not finished ({names}{', …' if unfinished[5:] else ''}): "
+            f"{unfinished[0].unfinished}, then run this command again; finished shards are whole"
+        )
 
 
 def _run(
@@ -275,9 +292,10 @@ def _report(
         "shards": len(job.shards),
         **counts,
         "this_run": {
-            "shards": len(reports),
+            "shards": sum(each.unfinished is None for each in reports),
             "images": images,
             "failed": failed,
+            "unfinished": [each.number for each in reports if each.unfinished],
             "seconds": seconds,
             "images_per_second": speed,
         },
@@ -292,7 +310,8 @@ def _report(
         f"vectors of {loaded['dimension']} ({job.form}, {job.embedder.vector_dtype})"
     )
     if reports:
-        echo(f"{plural(images, 'image')} in {plural(len(reports), 'shard')}, {speed:,.1f} images/s")
+        written = plural(sum(each.unfinished is None for each in reports), "shard")
+        echo(f"{plural(images, 'image')} in {written}, {speed:,.1f} images/s")
     else:
         echo("nothing was missing")
     echo(

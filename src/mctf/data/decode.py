@@ -134,7 +134,7 @@ def read_file(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> bytes:
             limits.check_bytes(status.st_size)
             return read_bounded(content, limits)
     except OSError as error:
-        raise UnreadableError(describe_os_error(error)) from None
+        raise UnreadableError(describe_os_error(error)) from error
 
 
 def read_bounded(file: IO[bytes], limits: ReadLimits, *, step: int = _STEP) -> bytes:

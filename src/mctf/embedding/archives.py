@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from .._utils import first_line, optional_import
+from .._utils import first_line, optional_import, plural
 from ..data.decode import DEFAULT_LIMITS, ReadLimits, UnreadableError
 from ..data.readers import is_image_name
 from ..errors import MctfError, did_you_mean
@@ -21,6 +21,21 @@ _IMAGE_COLUMNS = ("image", "images", "img", "bytes", "image_bytes", "content", "
 _PATH_COLUMNS = ("path", "image_path", "file", "filename", "url")
 _KEY_COLUMNS = ("key", "__key__", "id")
 _ROWS = 64  # of a parquet file in memory at once
+
+
+class _Member(tarfile.TarInfo):
+    """A header, or an error: tarfile takes a damaged header and the end of the file for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> "_Member":
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.HeaderError as failure:
+            kind = type(failure).__name__
+            if kind in ("EOFHeaderError", "SubsequentHeaderError"):  # the mark of the end; one that tarfile raises
+                raise
+            reason = "it ends without the mark of its end" if kind == "EmptyHeaderError" else str(failure)
+            raise tarfile.ReadError(f"{reason}, at byte {archive.offset:,}") from None
 
 
 class TooLarge:
@@ -39,22 +54,22 @@ class Tar:
     """One tar file, as those of webdataset: images of any ending, in order; its other files are left out."""
 
     name: str
-    size: int
+    limits: ReadLimits = DEFAULT_LIMITS
     count: None = None
     indexed: bool = False
 
     @classmethod
-    def open(cls, path: str) -> "Tar":
-        with open_binary(path) as file:
-            size = file.seek(0, os.SEEK_END)
-        return cls(path, size)
+    def open(cls, path: str, limits: ReadLimits) -> "Tar":
+        open_binary(path).close()
+        return cls(path, limits)
 
     def items(self, start: int, stop: int | None) -> Iterator[tuple[str, str, Any]]:
         in_place = not is_url(self.name) and self.name.lower().endswith(".tar")
         previous = None
         with open_binary(self.name) as file:
             try:
-                with tarfile.open(fileobj=file, mode="r:" if in_place else "r|*") as archive:
+                mode: Any = "r:" if in_place else "r|*"
+                with tarfile.open(fileobj=file, mode=mode, tarinfo=_Member) as archive:
                     for member in iter(archive.next, None):
                         archive.members = []  # type: ignore[attr-defined]  # else it keeps all that it has read
                         name = member.name.removeprefix("./")
@@ -62,7 +77,7 @@ class Tar:
                             continue
                         place: Any = (member.offset_data, member.size)
                         if not in_place:
-                            fits = member.size <= DEFAULT_LIMITS.max_bytes
+                            fits = member.size <= self.limits.max_bytes
                             content = archive.extractfile(member)
                             place = content.read() if fits and content is not None else TooLarge(member.size)
                         key = name[: -len(PurePosixPath(name).suffix)]
@@ -71,9 +86,7 @@ class Tar:
                         else:
                             yield key, f"{self.name}/{name}", place
                         previous = key
-            except (tarfile.TarError, EOFError, OSError, ValueError) as failure:
-                if isinstance(failure, MctfError):
-                    raise
+            except Exception as failure:  # of tarfile, of decompression, and of any file system behind a URL
                 raise MctfError(
                     f"{self.name} cannot be read as a tar file ({first_line(failure)}): download it again"
                 ) from None
@@ -87,7 +100,7 @@ class Tar:
         return read_span(self.name, offset, size, limits)
 
     def fingerprint(self) -> str:
-        return f"{os.path.basename(self.name)} {self.size}"
+        return os.path.basename(self.name)  # without its size: a damaged file may be replaced by a whole one
 
 
 @dataclass(frozen=True)
@@ -118,12 +131,15 @@ class Parquet:
             kind = str(schema[column])
             if not kind.startswith(("binary", "large_binary", "string", "large_string", "struct<bytes", "struct<path")):
                 raise MctfError(f"column {column} of {path} holds {kind:.60}: expected encoded images or paths")
-            key_column = key_column or next((name for name in _KEY_COLUMNS if name in schema and name != column), None)
+            if key_column is None:
+                usual = (name for name in _KEY_COLUMNS if name in schema and name != column)
+                key_column = next((name for name in usual if not _repeated(parquet, name)), None)
+            elif repeated := _repeated(parquet, key_column):
+                raise MctfError(f"column {key_column} of {path} has {repeated}: name one with a key per image")
             return cls(path, parquet.metadata.num_rows, column, key_column)
 
     def items(self, start: int, stop: int | None) -> Iterator[tuple[str, str, Any]]:
         stop = self.count if stop is None else stop
-        base = os.path.basename(self.name)
         with open_binary(self.name) as file:
             parquet = _parquet_file(self.name, file)
             groups, first, row = [], None, 0
@@ -140,16 +156,12 @@ class Parquet:
                     low, high = max(start - row, 0), min(stop - row, len(batch))
                     for index in range(low, high):
                         place = batch.column(self.column)[index].as_py()
-                        key = f"{base}:{row + index}"
-                        if self.key_column:
-                            key = str(batch.column(self.key_column)[index].as_py())
-                        yield key, _path_of(place) or f"{self.name}:{row + index}", place
+                        key = batch.column(self.key_column)[index].as_py() if self.key_column else row + index
+                        yield str(key), _path_of(place) or f"{self.name}:{row + index}", place
                     row += len(batch)
                     if row >= stop:
                         return
-            except (OSError, ValueError) as failure:  # what pyarrow raises for damaged pages
-                if isinstance(failure, MctfError):
-                    raise
+            except Exception as failure:  # of pyarrow for damaged pages, and of any file system behind a URL
                 raise MctfError(f"{self.name} is damaged ({first_line(failure):.160}): download it again") from None
 
     def read(self, place: Any, limits: ReadLimits) -> bytes:
@@ -164,6 +176,19 @@ class Parquet:
 
     def fingerprint(self) -> str:
         return f"{os.path.basename(self.name)} {self.column} {self.key_column}"
+
+
+def _repeated(parquet: Any, column: str) -> str | None:
+    """What a column has that no column of keys may have; None for a good one."""
+    compute = optional_import("pyarrow.compute", extra="embed", purpose="parquet files")
+    try:
+        keys = parquet.read(columns=[column], use_threads=False).column(0)
+        several = len(keys) - keys.null_count - compute.count_distinct(keys).as_py()
+    except Exception as failure:  # of pyarrow: a damaged page, or values without equality
+        return f"no keys that can be compared ({first_line(failure):.80})"
+    if keys.null_count or several:
+        return f"{plural(keys.null_count, 'empty value')} and {plural(several, 'repeated one')}"
+    return None
 
 
 def _path_of(place: Any) -> str | None:

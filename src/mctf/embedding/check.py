@@ -76,6 +76,8 @@ def check(
     vectors: dict[bool, list[Tensor]] = {True: [], False: []}
     failed, first = 0, ""
     for turn, batch in enumerate(load_batches(load, batches, collate, workers=loaders)):
+        if batch.unavailable is not None:
+            raise MctfError(batch.unavailable)
         failed += len(batch.failures)
         first = first or next((reason for _, _, reason in batch.failures), "")
         if batch.pixels is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._utils import first_line
 from ..data.decode import ReadLimits, UnreadableError
-from ..errors import MctfError
+from ..errors import MctfError, is_out_of_memory
 
 _END = b"\xff\xd9"
 
@@ -51,17 +51,30 @@ def check_gpu_decoding(device: torch.device) -> None:
 
 
 class GpuDecoder:
-    """Encoded images to 3 H W uint8 on the device, or the reason why not; images of one size are resized together."""
+    """Encoded images to 3 H W uint8 on the device, None where it refuses one; images of one size are resized together.
 
-    def __init__(self, transform: Any, size: tuple[int, int], device: torch.device) -> None:
+    Raises MctfError where it is the device that fails.
+    """
+
+    def __init__(self, transform: Any, device: torch.device) -> None:
         self.steps = list(transform.transforms)[:-1]  # without the step from PIL to a tensor
-        self.size, self.device = size, device
+        self.device = device
 
-    def __call__(self, encoded: Sequence[Tensor]) -> list[Tensor | str]:
-        decoded = self._decode(list(encoded))
+    def __call__(self, encoded: Sequence[Tensor]) -> list[Tensor | None]:
+        try:
+            return self._resize(self._decode(list(encoded)))
+        except RuntimeError as failure:
+            if not _is_of_device(failure):
+                raise
+            raise MctfError(
+                f"{self.device} fails while it decodes JPEG files ({first_line(failure):.120}): lower the batch size, "
+                "or leave out --decode gpu"
+            ) from None
+
+    def _resize(self, decoded: list[Tensor | None]) -> list[Tensor | None]:
         by_size: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, image in enumerate(decoded):
-            if isinstance(image, Tensor):
+            if image is not None:
                 by_size[tuple(image.shape)].append(index)
         for indices in by_size.values():
             images = torch.stack([decoded[index] for index in indices])  # type: ignore[misc]
@@ -71,12 +84,19 @@ class GpuDecoder:
                 decoded[index] = image
         return decoded
 
-    def _decode(self, encoded: list[Tensor]) -> list[Tensor | str]:
+    def _decode(self, encoded: list[Tensor]) -> list[Tensor | None]:
         from torchvision.io import ImageReadMode, decode_jpeg
 
         try:
             return list(decode_jpeg(encoded, mode=ImageReadMode.RGB, device=self.device))
         except RuntimeError as failure:
+            if _is_of_device(failure):
+                raise
             if len(encoded) == 1:
-                return [first_line(failure)[:200]]
+                return [None]
         return [each for one in encoded for each in self._decode([one])]
+
+
+def _is_of_device(failure: RuntimeError) -> bool:
+    """Whether the device failed, out of memory as a rule, and not the image."""
+    return is_out_of_memory(failure) or "CUDA error" in str(failure)

@@ -35,23 +35,21 @@ Tick = Callable[[int, str], object]  # called with a number of images and what b
 
 @dataclass(frozen=True)
 class ShardReport:
-    """One finished shard: images, failures, and the first of these."""
+    """One shard: images, failures, and the first of these. unfinished: why it is not written, None for one that is."""
 
-    images: int
-    failed: int
+    number: int
+    images: int = 0
+    failed: int = 0
     first_failure: str | None = None
-
-    @classmethod
-    def of(cls, stats: dict[str, Any]) -> "ShardReport":
-        failures = stats.get("failures") or []
-        return cls(stats["images"], stats["failed"], failures[0]["reason"] if failures else None)
+    unfinished: str | None = None
 
 
 @dataclass(frozen=True)
 class EmbedJob:
     """What to embed and where to. Picklable: each worker of a cluster gets a copy and loads the model for itself.
 
-    name: of the model. decode: "cpu" or "gpu". on_corrupt: "skip" counts and lists an unreadable image, "stop" refuses.
+    name: of the model. decode: "cpu" or "gpu". on_corrupt: "skip" counts and lists an unreadable image, and leaves a
+    shard unfinished where its archive is damaged or a disk is away; "stop" refuses all of these.
     """
 
     source: Source
@@ -76,7 +74,7 @@ class EmbedJob:
         """Everything that decides the vectors and their files; a folder holds one such setting."""
         embedder = self.embedder
         loaded = embedder.loaded
-        facts = {name: loaded.facts[name] for name in ("method", "method_options", "schedule", "vector", "dimension")}
+        facts = {name: loaded.facts[name] for name in ("vector", "method", "method_options", "schedule", "dimension")}
         settings = {
             "model": self.name,
             "weights": loaded.weights,
@@ -85,8 +83,10 @@ class EmbedJob:
             "top_k": embedder.top_k,
             "vector_dtype": embedder.vector_dtype,
             "dtype": embedder.dtype,
+            "compile": embedder.compile,
             "preprocessing": asdict(loaded.preprocessing),
             "decode": self.decode,
+            "limits": asdict(self.source.limits),
             "format": self.form,
             "shard_size": self.shard_size,
             "shards": len(self.shards),
@@ -98,8 +98,6 @@ class EmbedJob:
         """Create the folder and its manifest, or check that they belong to this job."""
         check_format(self.form)
         settings = self.settings()
-        if self.decode == "gpu":
-            check_gpu_decoding(self.embedder.loaded.device)
         path = self.output / MANIFEST
         with self._manifest_lock() as folder:
             if path.exists():
@@ -126,6 +124,11 @@ class EmbedJob:
             }
             self._write_manifest(folder, manifest)
 
+    def check_device(self) -> None:
+        """Raise MctfError where the device of this process cannot do the job."""
+        if self.decode == "gpu":
+            check_gpu_decoding(self.embedder.loaded.device)
+
     def pending(self, numbers: Sequence[int]) -> list[int]:
         """Those of these shards that are not finished; what killed runs left behind in finished ones is removed."""
         layout = self.layout
@@ -134,7 +137,7 @@ class EmbedJob:
         return [number for number in numbers if number not in finished]
 
     def run(self, numbers: Sequence[int], tick: Tick = lambda images, text: None) -> Generator[ShardReport]:
-        """Embed these shards in order, and yield a report as soon as each is finished."""
+        """Embed these shards in order, and yield a report of each as soon as it is finished, or cannot be."""
         run = _Run(self, numbers)
         try:
             yield from run.shards(tick)
@@ -168,20 +171,20 @@ class EmbedJob:
         if different == ["source"] or "shards" in different:
             different = sorted(different, key=lambda name: name != "source")
         name = different[0]
-        what = _DIGEST_NAMES.get(name)
-        if name == "preprocessing" and isinstance(before.get(name), dict):
-            key = next(each for each in settings[name] if settings[name][each] != before[name].get(each))
-            what, old, new = f"the preprocessing ({key})", before[name].get(key), settings[name][key]
-        elif name == "source":
+        what, old, new = _DIGEST_NAMES.get(name, name), before.get(name), settings[name]
+        if name == "source":
             old, new = (_listed(count) for count in (manifest.get("images_listed"), self.source.count))
             new = "other names" if old == new else new
         else:
-            old, new = before.get(name), settings[name]
-        if name != "source":
+            if isinstance(old, list) and isinstance(new, list):  # a schedule
+                old, new = ({f"block {block}": each for block, each in enumerate(amounts)} for amounts in (old, new))
+            if isinstance(old, dict) and isinstance(new, dict):
+                key = next(key for key in new | old if new.get(key) != old.get(key))
+                what, old, new = f"{what} ({key})", old.get(key), new.get(key)
             old, new = shown(old, 60), shown(new, 60)
         others = f"; {', '.join(different[1:4])} differ, too" if different[1:] else ""
         raise MctfError(
-            f"{self.output} holds vectors of another run, which differs in {what or name}: {old} there, {new} here"
+            f"{self.output} holds vectors of another run, which differs in {what}: {old} there, {new} here"
             f"{others}: {_CURE}"
         )
 
@@ -238,7 +241,7 @@ class _Run:
     """The shards of one process while they are embedded.
 
     Batches of all shards flow through one pipeline, so that loader processes go on from shard to shard. Marks tell to
-    which shard the next result belongs; the pipeline keeps the order.
+    which shard the next result belongs; the pipeline keeps the order. lost: why shards cannot be finished.
     """
 
     def __init__(self, job: EmbedJob, numbers: Sequence[int]) -> None:
@@ -246,6 +249,7 @@ class _Run:
         self.layout, self.all_shards = job.layout, job.shards
         self.marks: deque[_Mark] = deque()
         self.opened: dict[int, ShardWriter] = {}
+        self.lost: dict[int, str] = {}
         self.clock = Clock()
         self.total = Clock()
         self.began = time.perf_counter()
@@ -259,6 +263,8 @@ class _Run:
                 yield self._finish(self.marks.popleft().number)
             mark = self.marks.popleft()
             writer = self.opened[mark.number]
+            if result.unavailable is not None:
+                self.lost.setdefault(mark.number, result.unavailable)
             before = time.perf_counter()
             writer.add(result.keys, result.paths, result.arrays)
             for failure in result.failures:
@@ -294,18 +300,29 @@ class _Run:
                 continue
             writer.open(facts["dimension"], dtype, embedder.top_k)
             batch: list[Item] = []
-            for item in self.job.source.items(self.all_shards[number]):
-                if len(batch) == size:
-                    self.marks.append(_Mark(number, batch=True, last=False))
-                    yield batch
-                    batch = []
-                batch.append(item)
+            try:
+                for item in self.job.source.items(self.all_shards[number]):
+                    if len(batch) == size:
+                        self.marks.append(_Mark(number, batch=True, last=False))
+                        yield batch
+                        batch = []
+                    if number in self.lost:
+                        break
+                    batch.append(item)
+            except MctfError as error:  # of an archive
+                if self.job.on_corrupt == "stop":
+                    raise
+                self.lost.setdefault(number, str(error))
+                batch = []
             self.marks.append(_Mark(number, batch=bool(batch), last=True))
             if batch:
                 yield batch
 
     def _finish(self, number: int) -> ShardReport:
         writer = self.opened[number]
+        if number in self.lost:
+            self.opened.pop(number).close()
+            return ShardReport(number, unfinished=self.lost[number])
         now = time.perf_counter()
         seconds = now - self.began
         facts = {
@@ -317,14 +334,14 @@ class _Run:
             "device": describe_device(self.job.embedder.loaded.device),
             "versions": versions(),
         }
-        stats = writer.commit(facts)
+        writer.commit(facts)
         self.opened.pop(number)
         self.clock.disk += time.perf_counter() - now
         for name in ("decoding", "model", "disk"):
             setattr(self.total, name, getattr(self.total, name) + getattr(self.clock, name))
             setattr(self.clock, name, 0.0)
         self.began = time.perf_counter()
-        return ShardReport.of(stats)
+        return ShardReport(number, writer.images, writer.failed, writer.few[0]["reason"] if writer.few else None)
 
 
 def _listed(count: object) -> str:
@@ -345,7 +362,9 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def for_worker(job: EmbedJob, *, threads: int | None) -> EmbedJob:
-    """The job for one of several workers of a machine, which has so many CPU threads."""
+    """The job for one of several workers of a machine, which has so many CPU threads; files by their whole paths."""
     embedder = Embedder.__new__(Embedder)
-    embedder.__setstate__(job.embedder.__getstate__() | {"threads": threads})
-    return replace(job, embedder=embedder)
+    state = job.embedder.__getstate__()
+    weights = state["weights"] and state["weights"].absolute()
+    embedder.__setstate__(state | {"threads": threads, "weights": weights})
+    return replace(job, embedder=embedder, output=job.output.absolute())

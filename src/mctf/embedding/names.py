@@ -1,22 +1,32 @@
 """Names of images, of many files: patterns of sources, and lists of millions of paths that stay small in memory."""
 
+import errno
 import glob
 import itertools
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from .._utils import first_line, optional_import
-from ..data.decode import ReadLimits, UnreadableError, read_bounded, read_file
+from ..data.decode import ReadLimits, UnreadableError, describe_os_error, read_bounded, read_file
 from ..errors import MctfError, shown
 
 _BLOCK = 1024  # names per compressed block
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_FILES = 1_000_000  # of one pattern
+# Errors of one file, which another attempt meets again; others come from disks and networks.
+_LASTING = frozenset(
+    (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EINVAL)
+)
+
+
+class UnavailableError(Exception):
+    """A file that cannot be read at present, as on a disk that is not mounted: nothing is known of its content."""
 
 
 class CompactNames:
@@ -136,19 +146,56 @@ def open_binary(path: str) -> Any:
         raise MctfError(f"{path} cannot be opened ({reason}): check the name") from None
 
 
+def short_names(paths: Sequence[str]) -> list[str]:
+    """The last parts of every path, as few as tell all paths apart; raises MctfError where two are the same."""
+    places = [path if is_url(path) or path.startswith("hf:") else os.path.abspath(path) for path in paths]
+    parts = [place.rstrip("/").split("/") for place in places]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    twice = next(path for path, place in zip(paths, places, strict=True) if places.count(place) > 1)
+    raise MctfError(f"--data names {twice} twice: name it once")
+
+
 def read_location(path: str, limits: ReadLimits) -> bytes:
-    """The content of a file or URL within the limits; raises exceptions of any type."""
-    if not is_url(path):
+    """The content of a file or URL within the limits; raises UnavailableError, and other exceptions of any type.
+
+    A file that is missing beside others is unreadable; one whose folder is empty or missing, too, is unavailable.
+    """
+    if is_url(path):
+        system, name = file_system(path)
+        try:
+            with system.open(name, "rb") as file:
+                return read_bounded(file, limits)
+        except (UnreadableError, FileNotFoundError, PermissionError):
+            raise
+        except Exception as failure:
+            status = getattr(failure, "status", None)  # of HTTP: 408 and 429 ask for another attempt
+            if isinstance(status, int) and 400 <= status < 500 and status not in (408, 429):
+                raise
+            raise UnavailableError(first_line(failure)) from None
+    try:
         return read_file(Path(path), limits)
-    with open_binary(path) as file:
-        return read_bounded(file, limits)
+    except UnreadableError as failure:
+        cause = failure.__cause__
+        if not isinstance(cause, OSError) or cause.errno in _LASTING:
+            raise
+        if cause.errno == errno.ENOENT:
+            with suppress(OSError), os.scandir(os.path.dirname(path) or ".") as entries:
+                if next(entries, None) is not None:
+                    raise
+        raise UnavailableError(str(failure)) from None
 
 
 def read_span(path: str, offset: int, size: int, limits: ReadLimits) -> bytes:
     """Bytes of a file from an offset on."""
     limits.check_bytes(size)
-    with open(path, "rb") as file:
-        content = os.pread(file.fileno(), size, offset)
+    try:
+        with open(path, "rb") as file:
+            content = os.pread(file.fileno(), size, offset)
+    except OSError as failure:
+        raise UnavailableError(f"{path}: {describe_os_error(failure)}") from None
     if len(content) < size:
         raise UnreadableError("its archive ends in it")
     return content

@@ -11,22 +11,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from ..data import num_workers
 from ..data.dataset import SKIP_HINT
+from ..data.decode import decode_image
 from ..data.loader import load_batches
 from ..errors import MctfError
 from .embedder import Embedder
 from .gpu_decode import GpuDecoder, is_plain_jpeg
+from .names import UnavailableError
 from .sources import Item, Source
 from .writers import Arrays
 
 DECODERS = ("cpu", "gpu")
+_WAITS = (0.2, 1.0)  # seconds before an image that cannot be read is tried again
 _AHEAD = 2  # batches that wait for the model, and batches whose vectors are on their way back
 _MANY = 10**9
 
@@ -34,28 +39,35 @@ T = TypeVar("T")
 
 
 class Sample(NamedTuple):
-    """One image: pixels 3 H W, encoded bytes for the GPU, or the reason why there are none."""
+    """One image: pixels 3 H W, encoded bytes for the GPU, or the reason why there are none.
+
+    failure: of an image that is damaged or missing. unavailable: of one that may be read another time.
+    """
 
     key: str
     path: str
     pixels: Tensor | None = None
-    encoded: Tensor | None = None
+    encoded: bytes | None = None
     failure: str | None = None
+    unavailable: str | None = None
 
 
 class LoadedBatch(NamedTuple):
     """Images of one batch. pixels: those decoded, B 3 H W or None; encoded: the others. rows: the place of each.
 
-    A tuple, since that is what the loader can pin.
+    A tuple, since that is what the loader can pin. encoded is one tensor with the bytes of all images, of these
+    lengths: a tensor per image costs the main process 0.3 ms each. unavailable: why there are no images at all.
     """
 
     keys: list[str]
     paths: list[str]
     pixels: Tensor | None
     rows: list[int]
-    encoded: list[Tensor]
+    encoded: Tensor | None
+    lengths: list[int]
     encoded_rows: list[int]
     failures: list[tuple[str, str, str]]
+    unavailable: str | None = None
 
 
 @dataclass
@@ -76,7 +88,7 @@ class Clock:
         return {f"{name}_share": round(getattr(self, name) / total, 4) for name in ("decoding", "model", "disk")}
 
 
-@dataclass(frozen=True)
+@dataclass
 class ItemLoader:
     """Reads and decodes one item, in a loader process. stop: raise MctfError for an unreadable image."""
 
@@ -84,53 +96,77 @@ class ItemLoader:
     transform: Any
     on_gpu: bool
     stop: bool
+    _waited: bool = field(default=False, init=False)  # for the last image, in vain: the next ones are not waited for
 
     def __call__(self, item: Item) -> Sample:
         try:
-            if self.on_gpu:
-                content = self._content(item)
-                if content is not None and is_plain_jpeg(content, self.source.limits):
-                    return Sample(item.key, item.path, encoded=torch.frombuffer(bytearray(content), dtype=torch.uint8))
-                image = self.source.decode(item, content)
-            else:
-                image = self.source.decode(item)
-            return Sample(item.key, item.path, pixels=self.transform(image))
+            content = self._read(item)
+            if self.on_gpu and isinstance(content, bytes) and is_plain_jpeg(content, self.source.limits):
+                return Sample(item.key, item.path, encoded=content)
+            return Sample(item.key, item.path, pixels=self.transform(self.source.decode(item, lambda: content)))
+        except UnavailableError as error:
+            reason = f"{item.path} cannot be read ({error}): make it available"
+            if self.stop:
+                raise MctfError(reason) from None
+            return Sample(item.key, item.path, unavailable=reason)
         except MctfError as error:
             if self.stop:
                 raise MctfError(f"{error}, or {SKIP_HINT}") from None
             return Sample(item.key, item.path, failure=str(error))
 
-    def _content(self, item: Item) -> bytes | None:
-        """The bytes; None where they cannot be read, so that decoding says why."""
-        try:
-            content = self.source.content(item)
-        except Exception:
-            return None
-        return content if isinstance(content, bytes) else None
+    def _read(self, item: Item) -> bytes | Image.Image:
+        """One image after up to 3 attempts; raises UnavailableError, and MctfError for one that is unreadable."""
+        waits = iter(() if self._waited else _WAITS)
+        while True:
+            try:
+                content = self.source.content(item)
+            except UnavailableError:
+                wait = next(waits, None)
+                if wait is None:
+                    self._waited = True
+                    raise
+                time.sleep(wait)
+            except MctfError:
+                raise
+            except Exception as failure:
+                return self.source.decode(item, partial(_raise, failure))  # says why, with its name
+            else:
+                self._waited = False
+                return content
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def collate(samples: Sequence[Sample]) -> LoadedBatch:
+    unavailable = next((sample.unavailable for sample in samples if sample.unavailable is not None), None)
+    samples = samples if unavailable is None else []
     read = [sample for sample in samples if sample.failure is None]
     rows = [row for row, sample in enumerate(read) if sample.pixels is not None]
-    encoded = [row for row, sample in enumerate(read) if sample.encoded is not None]
+    encoded = {row: sample.encoded for row, sample in enumerate(read) if sample.encoded is not None}
+    content = bytearray().join(encoded.values())
     return LoadedBatch(
         [sample.key for sample in read],
         [sample.path for sample in read],
         torch.stack([read[row].pixels for row in rows]) if rows else None,  # type: ignore[misc]
         rows,
-        [read[row].encoded for row in encoded],  # type: ignore[misc]
-        encoded,
+        torch.frombuffer(content, dtype=torch.uint8) if encoded else None,
+        list(map(len, encoded.values())),
+        list(encoded),
         [(sample.key, sample.path, sample.failure) for sample in samples if sample.failure is not None],
+        unavailable,
     )
 
 
 class EmbeddedBatch(NamedTuple):
-    """What came out of one batch: rows in order, and the images that are not readable."""
+    """What came out of one batch: rows in order, and the images that are not readable. unavailable: see LoadedBatch."""
 
     keys: Sequence[str]
     paths: Sequence[str]
     arrays: Arrays
     failures: Sequence[tuple[str, str, str]]
+    unavailable: str | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +201,7 @@ class Pipeline:
             if batch.pixels is not None:
                 arrays = tuple(output.cpu().numpy() for output in self.embedder.run(batch.pixels, pad=True))
             clock.model += time.perf_counter() - read
-            yield EmbeddedBatch(batch.keys, batch.paths, arrays, batch.failures)
+            yield EmbeddedBatch(batch.keys, batch.paths, arrays, batch.failures, batch.unavailable)
 
     def _on_gpu(self, batches: Iterator[LoadedBatch], clock: Clock) -> Iterator[EmbeddedBatch]:
         device = self.embedder.loaded.device
@@ -178,7 +214,8 @@ class Pipeline:
             if event is not None:
                 event.synchronize()
             clock.model += time.perf_counter() - start
-            return EmbeddedBatch(batch.keys, batch.paths, tuple(each.numpy() for each in host), batch.failures)
+            arrays = tuple(each.numpy() for each in host)
+            return EmbeddedBatch(batch.keys, batch.paths, arrays, batch.failures, batch.unavailable)
 
         staged = Background(self._staged(batches, device), _AHEAD)
         try:
@@ -219,12 +256,13 @@ class Pipeline:
     ) -> Iterator[tuple[LoadedBatch, Tensor | None, Any]]:
         """Batches with their pixels on the device, copied or decoded there, and the event after which they are."""
         stream = torch.cuda.Stream(device)
-        loaded = self.embedder.loaded
-        decoder = GpuDecoder(self.embedder.transform, loaded.preprocessing.image_size, device)
+        decoder = GpuDecoder(self.embedder.transform, device)
         for batch in batches:
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 pixels = None if batch.pixels is None else batch.pixels.to(device, non_blocking=True)
-                if batch.encoded:
+                if batch.encoded is not None:
+                    # nvJPEG writes on a stream of its own, into memory that this one may still read
+                    stream.synchronize()
                     batch, pixels = self._decoded(batch, pixels, decoder)
                 event = torch.cuda.Event()
                 event.record(stream)
@@ -233,19 +271,25 @@ class Pipeline:
     def _decoded(
         self, batch: LoadedBatch, pixels: Tensor | None, decoder: GpuDecoder
     ) -> tuple[LoadedBatch, Tensor | None]:
-        """All images of a batch in their order; those that the GPU refuses become failures."""
+        """All images of a batch in their order; those that the GPU refuses are decoded here, or become failures."""
+        assert batch.encoded is not None
         images: list[Tensor | None] = [None] * len(batch.keys)
         if pixels is not None:
             for row, pixel in zip(batch.rows, pixels, strict=True):
                 images[row] = pixel
         failures = list(batch.failures)
-        for row, image in zip(batch.encoded_rows, decoder(batch.encoded), strict=True):
-            images[row] = image if isinstance(image, Tensor) else None
-            if not isinstance(image, Tensor):
-                reason = f"{batch.paths[row]} is not a readable image ({image}): repair or remove it"
+        contents = batch.encoded.split(batch.lengths)
+        for row, content, image in zip(batch.encoded_rows, contents, decoder(contents), strict=True):
+            path = batch.paths[row]
+            try:
+                if image is None:
+                    read = decode_image(content.numpy().tobytes, name=path, limits=self.source.limits)
+                    image = self.embedder.transform(read).to(decoder.device)
+                images[row] = image
+            except MctfError as error:
                 if self.stop_on_corrupt:
-                    raise MctfError(f"{reason}, or {SKIP_HINT}")
-                failures.append((batch.keys[row], batch.paths[row], reason))
+                    raise MctfError(f"{error}, or {SKIP_HINT}") from None
+                failures.append((batch.keys[row], path, str(error)))
         kept = [row for row, image in enumerate(images) if image is not None]
         whole = torch.stack([images[row] for row in kept]) if kept else None  # type: ignore[misc]
         keys, paths = [batch.keys[row] for row in kept], [batch.paths[row] for row in kept]

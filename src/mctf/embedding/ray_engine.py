@@ -1,32 +1,48 @@
 """An embedding job on a Ray cluster: the same shards and the same resume; a worker that dies is replaced.
 
-Each worker is an actor that loads the model once and embeds one shard at a time. The output folder must be one that all
-machines share.
+Each worker is an actor that loads the model once and embeds a few shards per call. The output folder must be one that
+all machines share.
 """
 
+import os
 from collections.abc import Generator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from .._utils import first_line, optional_import
+from .._utils import first_line, optional_import, plural
 from ..errors import MctfError
-from .job import EmbedJob, ShardReport, for_worker
+from .job import MANIFEST, EmbedJob, ShardReport, for_worker
 
 _RESTARTS = 100  # of one worker: a machine that is lost costs one, a model that does not fit would go on for ever
+_START = 600.0  # seconds until the first worker runs; a cluster that grows starts machines meanwhile
+_SHARDS = 8  # per call at most: a worker decodes ahead from shard to shard within one call
 
 
 class _Worker:
     """One process of the cluster."""
 
-    def __init__(self, job: list[Any]) -> None:
-        """job: a reference to it in a list. As an argument by itself, a worker that restarts might not find it."""
+    def __init__(self, job: list[Any], folder: Path) -> None:
+        """job: a reference to it in a list. As an argument by itself, a worker that restarts might not find it.
+
+        folder: in which the command was started. Names of images are relative to it.
+        """
         import ray
 
+        with suppress(OSError):
+            os.chdir(folder)
         self.job: EmbedJob = ray.get(job[0])
 
-    def embed(self, number: int) -> ShardReport | None:
-        """Embed one shard; None where another run has finished it meanwhile."""
-        reports = list(self.job.run(self.job.pending([number])))
-        return reports[0] if reports else None
+    def ready(self) -> None:
+        """Raise MctfError where this process cannot do the job."""
+        if not (self.job.output / MANIFEST).exists():
+            raise MctfError(f"a worker finds no {self.job.output}: name an --output that all machines share")
+        self.job.check_device()
+
+    def embed(self, numbers: list[int]) -> list[ShardReport]:
+        """Embed these shards, without those that another run has finished meanwhile."""
+        self.ready()
+        return list(self.job.run(self.job.pending(numbers)))
 
 
 def run_on_ray(
@@ -52,11 +68,13 @@ def run_on_ray(
 
 
 def _run(ray: Any, job: EmbedJob, numbers: list[int], actors: int | None) -> Generator[ShardReport]:
-    resources = ray.cluster_resources()
-    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus, cpus = (sum(int(each.get(name, 0)) for each in machines) for name in ("GPU", "CPU"))
     use_gpu = gpus > 0 and job.embedder.device_name in (None, "cuda")
-    count = min(actors or (gpus if use_gpu else cpus), len(numbers))
-    share = max(1, cpus // max(count, 1)) if use_gpu else 1
+    count = min(actors or (gpus if use_gpu else cpus) or 1, len(numbers))
+    share = 1  # CPUs of one worker, which every machine with a GPU has for each of its GPUs
+    if use_gpu:
+        share = max(1, min(int(each.get("CPU", 0) // each["GPU"]) for each in machines if each.get("GPU")))
     if count > (gpus if use_gpu else cpus):
         raise MctfError(
             f"--actors {count} needs {count} {'GPUs' if use_gpu else 'CPUs'}, but the cluster has "
@@ -66,14 +84,21 @@ def _run(ray: Any, job: EmbedJob, numbers: list[int], actors: int | None) -> Gen
     kind = ray.remote(max_restarts=_RESTARTS, max_task_retries=_RESTARTS, **options)(_Worker)
     threads = job.embedder.threads if use_gpu else job.embedder.threads or 1
     shared = ray.put(for_worker(job, threads=threads))
-    workers = [kind.remote([shared]) for _ in range(count)]
-    waiting = list(reversed(numbers))
-    running = {workers[place].embed.remote(waiting.pop()): place for place in range(count)}
+    workers = [kind.remote([shared], Path.cwd()) for _ in range(count)]
+    if not ray.wait([worker.ready.remote() for worker in workers], num_returns=1, timeout=_START)[0]:
+        needs = plural(share, "CPU") + (" and a GPU" if use_gpu else "")
+        raise MctfError(
+            f"no worker started within {_START:.0f} s: each needs {needs} of one machine, so wait until the cluster "
+            "has these free, or end what holds them"
+        )
+    size = max(1, min(_SHARDS, len(numbers) // (4 * count)))  # the last calls are short enough to share the rest out
+    waiting = [numbers[start : start + size] for start in range(0, len(numbers), size)][::-1]
+    running = {worker.embed.remote(waiting.pop()): place for place, worker in enumerate(workers) if waiting}
     while running:
         done, _ = ray.wait(list(running), num_returns=1)
         place = running.pop(done[0])
         try:
-            report = ray.get(done[0])
+            reports = ray.get(done[0])
         except ray.exceptions.RayTaskError as failure:
             if isinstance(failure.cause, MctfError):
                 raise MctfError(str(failure.cause)) from None
@@ -85,5 +110,4 @@ def _run(ray: Any, job: EmbedJob, numbers: list[int], actors: int | None) -> Gen
             ) from None
         if waiting:
             running[workers[place].embed.remote(waiting.pop())] = place
-        if report is not None:
-            yield report
+        yield from reports

@@ -6,19 +6,32 @@ A source is divided into shards by its names and counts alone, so that every run
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from PIL import Image
 
-from .._utils import first_line
-from ..data.decode import DEFAULT_LIMITS, ReadLimits, decode_image, describe_kind
+from .._utils import first_line, plural
+from ..data.decode import DEFAULT_LIMITS, ReadLimits, decode_image, describe_kind, describe_os_error
 from ..data.hub_reader import HUB_PREFIX
 from ..data.readers import IMAGE_SUFFIXES, ZipReader, is_image_name, open_reader, walk_files
 from ..errors import MctfError
-from .names import CompactNames, expand_pattern, file_system, is_url, open_binary, read_location, split_sources
+from .names import (
+    CompactNames,
+    UnavailableError,
+    expand_pattern,
+    file_system,
+    is_url,
+    open_binary,
+    read_location,
+    short_names,
+    split_sources,
+)
 
 SHARD_SIZE = 10_240  # images; a multiple of every usual batch size, so that no batch is partly empty
 _EXPECTED = "give a folder, a zip file, tar or parquet files, a text file of paths, or hf:NAME"
@@ -96,10 +109,14 @@ class Source:
         return shards
 
     def items(self, shard: Shard) -> Iterator[Item]:
-        part = self.parts[shard.part]
-        several = len(self.parts) > 1 and part.indexed  # names of files need not differ between folders
-        for key, path, place in part.items(shard.start, shard.stop):
-            yield Item(shard.part, f"{part.name}/{key}" if several else key, path, place)
+        """Keys are those of the part; of several parts each begins with the name of its part."""
+        prefix = f"{self._part_names[shard.part]}/" if len(self.parts) > 1 else ""
+        for key, path, place in self.parts[shard.part].items(shard.start, shard.stop):
+            yield Item(shard.part, f"{prefix}{key}", path, place)
+
+    @cached_property
+    def _part_names(self) -> list[str]:
+        return short_names([part.name for part in self.parts])
 
     def sample(self, count: int) -> Iterator[Item]:
         """`count` images, evenly spaced where they can be read in any order, else the first ones."""
@@ -122,14 +139,17 @@ class Source:
                 yield item
 
     def content(self, item: Item) -> bytes | Image.Image:
-        """One encoded image, or one that is decoded already; raises exceptions of any type."""
-        return self.parts[item.part].read(item.place, self.limits)
+        """One encoded image, or one that is decoded already; raises UnavailableError, and exceptions of any type."""
+        try:
+            return self.parts[item.part].read(item.place, self.limits)
+        except OSError as failure:
+            if failure.errno is None or isinstance(failure, (FileNotFoundError, PermissionError)):
+                raise
+            raise UnavailableError(describe_os_error(failure)) from None
 
-    def decode(self, item: Item, content: bytes | None = None) -> Image.Image:
-        """One image in RGB; raises MctfError with its path when it is damaged. content: where it has been read."""
-        return decode_image(
-            lambda: self.content(item) if content is None else content, name=item.path, limits=self.limits
-        )
+    def decode(self, item: Item, read: Callable[[], bytes | Image.Image] | None = None) -> Image.Image:
+        """One image in RGB; raises MctfError with its path when it is damaged. read: in place of `content`."""
+        return decode_image(read or (lambda: self.content(item)), name=item.path, limits=self.limits)
 
     def digest(self) -> str:
         checksum = hashlib.blake2b(digest_size=16)
@@ -176,7 +196,6 @@ class Indexed:
     name: str
     reader: Any
     indexed: bool = True
-    _names: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def count(self) -> int:
@@ -188,7 +207,12 @@ class Indexed:
             yield name, f"{self.name}/{name}", index
 
     def read(self, place: int, limits: ReadLimits) -> bytes | Image.Image:
-        return self.reader.content(place) if isinstance(self.reader, ZipReader) else self.reader.read(place)
+        if not isinstance(self.reader, ZipReader):
+            return self.reader.read(place)
+        try:
+            return self.reader.content(place)
+        except MctfError as failure:  # of the zip file, not of an image in it
+            raise UnavailableError(str(failure)) from None
 
     def fingerprint(self) -> str:
         checksum = hashlib.blake2b(digest_size=16)
@@ -219,6 +243,7 @@ def open_source(
     if all(part.count == 0 for part in parts):
         raise MctfError(f"{data} holds no images: expected files ending in {', '.join(IMAGE_SUFFIXES)}")
     name = data if isinstance(data, (str, Path)) else ", ".join(map(str, names))
+    short_names([part.name for part in parts])  # all differ
     return Source(str(name), tuple(parts), limits)
 
 
@@ -231,7 +256,7 @@ def _open_part(path: str, *, column: str | None, key_column: str | None, limits:
     if kind == "parquet":
         return [Parquet.open(path, column=column, key_column=key_column)]
     if kind == "tar":
-        return [Tar.open(path)]
+        return [Tar.open(path, limits)]
     if kind == "zip" and is_url(path):
         raise MctfError(f"{path} is a zip file behind a URL: copy it here, or use tar or parquet files")
     if kind == "zip":
@@ -293,9 +318,18 @@ def _open_list(path: str) -> Part:
                 if text:
                     yield text if is_url(text) or not folder else os.path.join(folder, text)
 
-    names = CompactNames(lines())
+    hashes = array("q")  # a set of the lines would take ten times the memory
+
+    def hashed(texts: Iterator[str]) -> Iterator[str]:
+        for text in texts:
+            hashes.append(hash(text))
+            yield text
+
+    names = CompactNames(hashed(lines()))
     if not len(names):
         raise MctfError(f"{path} is empty: expected one path per line")
+    if several := len(names) - len(np.unique(np.asarray(hashes))):
+        raise MctfError(f"{path} repeats {plural(several, 'line')}, and lines are keys: remove them (sort -u)")
     return Files(path, "", names)
 
 

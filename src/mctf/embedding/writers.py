@@ -186,7 +186,9 @@ class Layout:
         """The stats of a finished shard; None where it is not finished, or one of its files is not as it was."""
         try:
             stats = json.loads(self.stats(number).read_bytes())
-            whole = all(_size(self.output / name) == size for name, size in stats["files"].items())
+            files = stats["files"]
+            counted = all(type(stats[name]) is int for name in ("images", "failed"))
+            whole = counted and files and all(_size(self.output / name) == size for name, size in files.items())
             return stats if whole else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -249,8 +251,8 @@ class ShardWriter:
         if len(self.few) < _FEW_FAILURES:
             self.few.append(entry)
 
-    def commit(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Flush, rename, and write the stats, which are returned."""
+    def commit(self, facts: dict[str, Any]) -> None:
+        """Flush, rename, and write the stats."""
         assert self._table is not None
         output = self.layout.output
         with self._refusing():
@@ -278,7 +280,6 @@ class ShardWriter:
                 _sync(target.parent)
         self._table = None
         self.close()
-        return stats
 
     def close(self) -> None:
         if self._table is not None:
