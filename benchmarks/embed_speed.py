@@ -9,9 +9,10 @@ FLOPs. All rows of a model run the same compiled graph:
     memory   decoded images (uint8) in the memory of the host, through the pipeline of a job, vectors written as npy
     cpu      JPEG files decoded by loader processes
     gpu      JPEG files read by loader processes and decoded by the GPU
+    varied   the same, of files of 256 sizes: the GPU resizes images of one size together
 
-The JPEG files are generated: 500 x 375 and 7 other sizes as those of ImageNet, quality 90. About 3 minutes on an H200
-with 16 CPU cores; needs neither pyarrow nor a network.
+The other JPEG files have 500 x 375 and 7 other sizes as those of ImageNet. All are generated, quality 90. A few minutes
+on an H200 with 16 CPU cores; needs neither pyarrow nor a network.
 """
 
 import argparse
@@ -39,13 +40,15 @@ from mctf.errors import MctfError
 from mctf.evaluation.environment import commit, describe_device, versions
 
 SIZES = [(500, 375), (375, 500), (500, 333), (333, 500), (500, 500), (640, 480), (480, 360), (400, 300)]
+VARIED = [(320 + 37 * number % 320, 240 + 61 * number % 240) for number in range(256)]
 
 
-def write_images(folder: Path, count: int) -> None:
-    """`count` files; a few pictures per size, as decoding costs the same for all of them."""
+def write_images(folder: Path, count: int, sizes: list[tuple[int, int]]) -> Source:
+    """`count` files; one picture per size, as decoding costs the same for all of them."""
+    folder.mkdir()
     rng = np.random.default_rng(0)
     encoded = []
-    for width, height in SIZES:
+    for width, height in sizes:
         coarse = Image.fromarray(rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8))
         noise = rng.integers(-12, 13, (height, width, 3))
         smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
@@ -55,6 +58,8 @@ def write_images(folder: Path, count: int) -> None:
     print(f"{count} JPEG files of {np.mean([len(each) for each in encoded]) / 1024:.0f} KiB on average", flush=True)
     for number in range(count):
         (folder / f"{number:06}.jpg").write_bytes(encoded[number % len(encoded)])
+    names = CompactNames(sorted(path.name for path in folder.iterdir()))
+    return Source("images", (Files("images", f"{folder}/", names),))
 
 
 def model_speed(embed: mctf.Embedder, seconds: float) -> float:
@@ -102,7 +107,7 @@ def in_memory(embed: mctf.Embedder, batches: int) -> Iterator[LoadedBatch]:
     stock = [torch.randint(0, 256, (size, 3, 224, 224), dtype=torch.uint8).pin_memory() for _ in range(4)]
     names = [str(number) for number in range(size)]
     for number in range(batches):
-        yield LoadedBatch(names, names, stock[number % 4], list(range(size)), [], [], [])
+        yield LoadedBatch(names, names, stock[number % 4], list(range(size)), None, [], [], [])
 
 
 def cut(source: Source, size: int, count: int) -> Iterator[list[Item]]:
@@ -125,10 +130,8 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "images").mkdir()
-        write_images(folder / "images", options.images)
-        names = CompactNames(sorted(path.name for path in (folder / "images").iterdir()))
-        source = Source("images", (Files("images", f"{folder}/images/", names),))
+        source = write_images(folder / "images", options.images, SIZES)
+        varied = write_images(folder / "varied", options.images, VARIED)
         workers = num_workers(10**9, device=torch.device("cuda"), requested=options.workers)
         for label, amount in (("unfused", {"r": 0}), ("ward", {"flops": options.flops})):
             start = time.perf_counter()
@@ -148,17 +151,17 @@ def main() -> None:
             meter = Meter(folder, 8)
             pipeline = Pipeline(embed, source, workers)
             rows[f"{label}, memory"] = meter.run(pipeline._on_gpu(in_memory(embed, 120), meter.clock))
-            decoders = ["cpu", "gpu"]
+            kinds = {"cpu": source, "gpu": source, "varied": varied}
             try:
                 check_gpu_decoding(torch.device("cuda"))
             except MctfError as error:
-                print(f"gpu rows left out: {error}")
-                decoders.remove("gpu")
-            for decode in decoders:
-                meter = Meter(folder, 2 * workers if decode == "cpu" else 8)
-                pipeline = Pipeline(embed, source, workers, decode)
-                batches = cut(source, options.batch, options.images)
-                rows[f"{label}, {decode}"] = meter.run(pipeline.run(batches, meter.clock))
+                print(f"rows gpu and varied left out: {error}")
+                kinds = {"cpu": source}
+            for kind, images in kinds.items():
+                meter = Meter(folder, 2 * workers if kind == "cpu" else 8)
+                pipeline = Pipeline(embed, images, workers, "cpu" if kind == "cpu" else "gpu")
+                batches = cut(images, options.batch, options.images)
+                rows[f"{label}, {kind}"] = meter.run(pipeline.run(batches, meter.clock))
             del embed, pipeline
             torch.compiler.reset()
             torch.cuda.empty_cache()
