@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -180,3 +181,23 @@ def test_flips_are_told_from_rounding() -> None:
     assert parity.largest == pytest.approx(0.3, rel=1e-3)
     undefined = Parity.of(torch.full((2, 5), torch.nan), reference[:2], classifies=True)
     assert undefined.flipped == 100
+
+
+@pytest.mark.slow
+def test_threads_do_not_share_outputs_of_openvino(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    path = mctf.export(tiny(depth=1), tmp_path / "tiny.xml", "openvino", check=False).path
+    exported = mctf.load_exported(path, threads=1)
+    images = make_images(tiny(depth=1), 2).split(1)
+    expected = [exported(image) for image in images]
+    wrong = []
+
+    def repeat(index: int) -> None:
+        wrong.append(sum(not torch.equal(exported(images[index]), expected[index]) for _ in range(300)))
+
+    threads = [threading.Thread(target=repeat, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [0, 0]

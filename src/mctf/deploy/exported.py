@@ -49,7 +49,11 @@ class ExportedModel:
 
 
 def load_exported(path: str | PathLike[str], *, threads: int | None = None) -> ExportedModel:
-    """The callable behind a file that `mctf.export` wrote. It runs on the CPU. threads: of torch by default."""
+    """The callable behind a file that `mctf.export` wrote. It runs on the CPU. threads: of torch by default.
+
+    A .pt2 file is a program: one of AOTInductor holds compiled code, and torch evaluates expressions in one of
+    torch.export. Load those that you trust. Python objects in the latter are refused.
+    """
     if not isinstance(path, (str, PathLike)):
         raise MctfError(f"path={shown(path)} is no file name: pass the path of an exported file")
     file = Path(path)

@@ -4,7 +4,11 @@ A writer takes a graph and a path in a folder of its own, and may write more fil
 from float32 images (B 3 H W, contiguous) to float32 outputs (B K), and the text of the metadata.
 """
 
+import io
+import json
 import logging
+import re
+import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -27,6 +31,12 @@ OPSET, BFLOAT16_OPSET = 18, 22  # the first with the operators of a fused model,
 _LARGEST_ONNX = 1_800_000_000  # bytes; a protobuf ends at 2 GiB, and larger weights lie in a file of their own
 _BATCH_SIZES = 4  # that OpenVINO keeps compiled
 _METADATA_FILE = "mctf.json"
+# Entries of a file of torch.export without Python objects.
+_PT2_ENTRY = re.compile(
+    r"models/model\.json|data/sample_inputs/model\.pt|data/weights/(weight_\d+|model_weights_config\.json)"
+    r"|data/constants/(tensor_\d+|model_constants_config\.json)|extra/.*|archive_format|archive_version|byteorder"
+    r"|version|\.data/\w+"
+)
 
 Run = Callable[[Tensor], Tensor]
 Finish = Callable[[Path], None] | None
@@ -151,6 +161,8 @@ def _load_openvino(path: Path, threads: int | None) -> tuple[Run, str | None]:
     config = {"INFERENCE_NUM_THREADS": threads or torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
     metadata = model.get_rt_info([KEY]).astype(str) if model.has_rt_info([KEY]) else None
 
+    lock, own = threading.Lock(), threading.local()
+
     @lru_cache(maxsize=_BATCH_SIZES)
     def compiled(batch: int) -> Any:
         """The model for one batch size: with a free batch every operator works out its shapes in every pass."""
@@ -161,7 +173,11 @@ def _load_openvino(path: Path, threads: int | None) -> tuple[Run, str | None]:
     compiled(1 if model.input(0).partial_shape[0].is_dynamic else model.input(0).partial_shape[0].get_length())
 
     def run(images: Tensor) -> Tensor:
-        return torch.from_numpy(compiled(len(images))(images.numpy())[0].copy())
+        with lock:  # threads that miss the cache together would each compile
+            network = compiled(len(images))
+        if getattr(own, "network", None) is not network:  # threads that share a request read each other's outputs
+            own.network, own.request = network, network.create_infer_request()
+        return torch.from_numpy(own.request.infer([images.numpy()], share_inputs=True)[0].copy())
 
     return run, metadata
 
@@ -187,9 +203,27 @@ def _write_pt2(program: ExportedProgram, path: Path, metadata: str, finish: Fini
 
 
 def _load_pt2(path: Path, threads: int | None) -> tuple[Run, str | None]:
+    _refuse_pickles(path)
     extra = {_METADATA_FILE: ""}
     model: Any = torch.export.load(path, extra_files=extra).module()
     return torch.no_grad()(model), extra[_METADATA_FILE]
+
+
+def _refuse_pickles(path: Path) -> None:
+    """Raise MctfError for a file of torch.export with other entries than mctf writes: torch would unpickle them."""
+    reader = torch._C.PyTorchFileReader(str(path))  # as torch reads it: two readers may see two archives in one file
+    names = set(reader.get_all_records())
+    refused = sorted(name for name in names if not _PT2_ENTRY.fullmatch(name))
+    for name in names:
+        if name.endswith("_config.json"):
+            entries = json.loads(reader.get_record(name))["config"].values()
+            refused += [name for each in entries if each["use_pickle"] is not False]
+    try:
+        torch.load(io.BytesIO(reader.get_record("data/sample_inputs/model.pt")), weights_only=True)
+    except Exception:  # whatever damaged bytes make it raise
+        refused.append("data/sample_inputs/model.pt")
+    if refused:
+        raise MctfError(f"{refused[0]} holds Python objects, which could run code")
 
 
 @contextmanager
