@@ -1,8 +1,9 @@
 """The operations that cost time: attention, attention received, matching and merging.
 
 Each has a plain PyTorch version in `core` and a Triton version here; both compute the same. This module is the only
-dispatcher: by device, dtype and shape it calls the Triton version for CUDA tensors where Triton is installed, and the
-plain version otherwise. The environment variable MCTF_KERNELS=0, or `disable_kernels()`, switches the kernels off.
+dispatcher: by device, dtype and shape it calls the Triton version for CUDA tensors where Triton is installed, the
+version for CPUs of `cpu.py` where there is one and Numba is installed, and the plain version otherwise. The environment
+variable MCTF_KERNELS=0, or `disable_kernels()`, switches the kernels off.
 
 Axes: B images, H heads, N tokens, M slots, C channels, d channels per head, G partial sums.
 """
@@ -35,7 +36,16 @@ _ROW_WEIGHTS = {"mean": (1.0, 0.0), "class": (0.0, 1.0), "both": (0.5, 0.5)}
 
 def use_kernels(x: Tensor) -> bool:
     """Whether the Triton versions serve this tensor; a batch without images has nothing to launch."""
-    return launch.enabled and (x.is_cuda or launch.INTERPRETED) and x.dtype in _DTYPES and x.shape[0] != 0
+    on_device = launch.HAS_TRITON and (x.is_cuda or launch.INTERPRETED)
+    return launch.enabled and on_device and x.dtype in _DTYPES and x.shape[0] != 0
+
+
+def _use_numba(x: Tensor) -> bool:
+    """Whether versions compiled for a CPU serve this tensor: not in a graph nor under vmap, which give no numbers."""
+    if not (launch.enabled and launch.HAS_NUMBA and x.device.type == "cpu" and type(x) is Tensor):
+        return False
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not traced and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _use_attention_kernels(
@@ -168,6 +178,10 @@ def cluster(
             x, weights, r, protected=protected, rounds=rounds, many_ties=received is None
         )
         return assignment, a, weights
+    if _use_numba(x):
+        from . import cpu
+
+        return cpu.cluster(x, weights, r, protected=protected, rounds=rounds), a, weights
     distances = core_clustering.squared_distances(x, protected=protected)
     return core_clustering.cluster(distances, weights, r, protected=protected, rounds=rounds), a, weights
 
@@ -222,7 +236,13 @@ def merge(
     joint = joint_weights(weights, counts, by_size)
     if portable.exporting():
         return _merge_exported(x, also, joint, counts, assignment, keep_norm=keep_norm)
-    x_mean, totals = assignment.pool(x, joint), assignment.total(counts)
+    totals = assignment.total(counts)
+    if _use_numba(x) and not train and x.dtype == joint.dtype and (also is None or also.dtype == joint.dtype):
+        from . import cpu
+
+        x_mean = cpu.pool(x, joint, assignment, keep_norm=keep_norm)
+        return (x_mean, totals) if also is None else (x_mean, cpu.pool(also, joint, assignment), totals)
+    x_mean = assignment.pool(x, joint)
     if keep_norm:
         x_mean = _with_mean_norm(x_mean, x, assignment, joint)
     return (x_mean, totals) if also is None else (x_mean, assignment.pool(also, joint), totals)

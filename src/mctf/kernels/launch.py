@@ -1,4 +1,4 @@
-"""Whether Triton kernels are used, and how an operator launches them."""
+"""Whether kernels are used, and how an operator launches those of Triton."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 # Read once, at import: torch.compile cannot trace reads of the environment.
-enabled = find_spec("triton") is not None and os.environ.get("MCTF_KERNELS", "1") != "0"
+enabled = os.environ.get("MCTF_KERNELS", "1") != "0"
+HAS_TRITON, HAS_NUMBA = find_spec("triton") is not None, find_spec("numba") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, slowly: for tests
 
 
