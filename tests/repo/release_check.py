@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORTED = ("3.11", "3.12", "3.13")
-EXTRAS = ("train", "report", "hf", "demo", "export")
+EXTRAS = ("train", "report", "hf", "demo", "export", "embed", "playground")
 TEST_TOOLS = ("pytest", "hypothesis", "fvcore")
 TESTS = (
     "tests/core/test_matching.py",
@@ -43,6 +43,14 @@ with torch.inference_mode():
         assert fused.shape == baseline.shape and fused.isfinite().all()
         assert torch.equal(mctf.unfuse(model)(images), baseline)
 print(f"  torch {torch.__version__}, timm {timm.__version__}, transformers {transformers.__version__}")
+"""
+PAGE = """
+import torch
+from mctf.models.loading import create
+from mctf.viz.playground import build, serve
+page = build({"test_vit": create("test_vit")}, device=torch.device("cpu"), rounds=1)
+print(serve(page, wait=False))
+page.close()
 """
 
 
@@ -94,7 +102,7 @@ def run(*command: object, cwd: Path) -> None:
 
 
 def install_and_test(name: str, interpreter: Path, wheel: Path, constraints: Path, folder: Path) -> None:
-    """A fresh environment with the wheel: import, fuse, plan, demo, and tests of the core."""
+    """A fresh environment with the wheel: import, fuse, plan, demo, playground, export, embed, tests of the core."""
     print(f"{name}: {interpreter}", flush=True)
     folder.mkdir(parents=True)
     run(interpreter, "-m", "venv", folder / "venv", cwd=folder)
@@ -104,8 +112,11 @@ def install_and_test(name: str, interpreter: Path, wheel: Path, constraints: Pat
     run(commands / "python", "-c", FUSE, cwd=folder)
     run(commands / "mctf", "plan", "embedded", "--flops", "0.56", "--method", "ward", cwd=folder)
     run(commands / "mctf", "demo", "--json", "--batch", "1", "--rounds", "1", "--output", folder / "demo", cwd=folder)
+    run(commands / "python", "-c", PAGE, cwd=folder)
     exported = folder / "embedded.onnx"
     run(commands / "mctf", "export", "embedded", "-m", "mctf_exact", "-r", "fast", "--output", exported, cwd=folder)
+    embed = ("embed", "embedded", "--data", folder / "demo", "--output", folder / "vectors")
+    run(commands / "mctf", *embed, cwd=folder)
     options = ["-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "-q", "-m", "not slow"]
     run(commands / "python", "-m", "pytest", *options, *TESTS, cwd=ROOT)
 

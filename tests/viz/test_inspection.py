@@ -24,12 +24,12 @@ def image() -> Image.Image:
 
 
 def inspector(**options) -> Inspector:
-    return Inspector({"test_vit": create("test_vit")}, device=CPU, rounds=1, **options)
+    return Inspector({"test_vit": create("test_vit")}, device=CPU, **{"rounds": 1, **options})
 
 
 @torch.no_grad()
 def test_figures_are_those_of_the_plan_and_of_the_models(image) -> None:
-    subject = inspector()
+    subject = inspector(rounds=3)
     model = subject.models["test_vit"]
     seen = subject.inspect(image, model="test_vit", fusions=[WARD, MCTF], batch=2)
     pixels = Preprocessing.of(model).transform()(image)[None]
@@ -47,6 +47,7 @@ def test_figures_are_those_of_the_plan_and_of_the_models(image) -> None:
         assert [each.probability for each in result.answers] == pytest.approx(probabilities.topk(5).values.tolist())
         assert len(result.frames) == len(planned.reductions)
         assert result.timing.median > 0
+        assert result.speedup == seen.baseline.timing.median / result.timing.median
     assert "2 copies of the image on this machine" in seen.conditions
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +15,16 @@ from mctf.viz.inspection import Fusion, Inspector
 from mctf.viz.playground import Settings, render
 
 SPACE = Path(__file__).resolve().parents[2] / "examples" / "space"
-CHOICES = {"models": ["embedded", "test_vit"], "photos": ["chelsea", "coffee"], "methods": ["ward", "mctf", "tome"]}
+CHOICES = {"models": ["embedded", "test_vit"], "photos": ["coffee", "lion"], "methods": ["ward", "mctf", "tome"]}
 
 
 def test_the_address_holds_every_setting() -> None:
     query = {
-        **{"model": "test_vit", "photo": "coffee", "first": "tome", "second": "ward"},
+        **{"model": "test_vit", "photo": "lion", "first": "tome", "second": "ward"},
         **{"flops": "0.7", "batch": "1", "block": "3", "__theme": "dark"},
     }
-    assert Settings.from_query(query, **CHOICES) == Settings("test_vit", "coffee", "tome", "ward", 0.7, 1, 3)
-    assert Settings.from_query({}, **CHOICES) == Settings("embedded", "chelsea")
+    assert Settings.from_query(query, **CHOICES) == Settings("test_vit", "lion", "tome", "ward", 0.7, 1, 3)
+    assert Settings.from_query({}, **CHOICES) == Settings("embedded", "coffee")
     assert Settings.from_query({}, **{**CHOICES, "photos": []}).photo is None
 
 
@@ -69,6 +70,26 @@ def test_one_block_is_visible_and_text_is_escaped(monkeypatch) -> None:
 
 def test_an_error_is_one_escaped_line() -> None:
     assert playground._error(MctfError("no <image>")) == '<p class="mctf-error" role="alert">no &lt;image&gt;</p>'
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_browsers_keep_nothing_also_where_gradio_has_no_option_for_it(keeps: bool) -> None:
+    """Runs are kept by gradio 6.24 and later alone, which take run_history."""
+    pytest.importorskip("gradio", reason="gradio is not installed: pip install 'mctf[playground]'")
+    given: dict[str, Any] = {}
+
+    class Page:
+        def launch(self, **options: Any) -> tuple[None, str, None]:
+            given.update(options)
+            return None, "http://127.0.0.1:7860/", None
+
+    class Keeping(Page):
+        def launch(self, run_history: bool | None = None, **options: Any) -> tuple[None, str, None]:
+            return super().launch(run_history=run_history, **options)
+
+    assert playground.serve(Keeping() if keeps else Page()) == "http://127.0.0.1:7860/"
+    assert given.get("run_history") is (False if keeps else None)
+    assert ("run_history" in given) is keeps
 
 
 def test_without_gradio_the_extra_is_named(monkeypatch) -> None:

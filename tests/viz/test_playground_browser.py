@@ -54,6 +54,31 @@ assert type(runpy.run_path(space)["page"]).__name__ == "Blocks"
 from mctf.cli import main
 main()
 """
+# The contrast of every text of the page with what is behind it: colors are painted, so that the browser resolves them.
+CONTRAST = """() => {
+    const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+    const painted = (color, below) => {
+        canvas.fillStyle = `rgb(${below})`;
+        canvas.fillRect(0, 0, 1, 1);
+        canvas.fillStyle = color;
+        canvas.fillRect(0, 0, 1, 1);
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const behind = element =>
+        element ? painted(getComputedStyle(element).backgroundColor, behind(element.parentElement)) : [255, 255, 255];
+    const luminance = color => color
+        .map(value => value / 255)
+        .map(value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, value, index) => sum + [0.2126, 0.7152, 0.0722][index] * value, 0);
+    const speaks = element => [...element.childNodes].some(node => node.nodeType == 3 && node.data.trim());
+    return [...document.querySelectorAll(".mctf *, .mctf-head *")]
+        .filter(each => each.checkVisibility() && speaks(each))
+        .map(each => {
+            const below = behind(each);
+            const both = [painted(getComputedStyle(each).color, below), below].map(luminance);
+            return [(Math.max(...both) + 0.05) / (Math.min(...both) + 0.05), each.textContent.trim().slice(0, 30)];
+        });
+}"""
 PATIENCE = 60_000  # milliseconds: the machine may be busy
 
 
@@ -95,10 +120,11 @@ def browser() -> Iterator[Any]:
 class Visit:
     """An open page with its requests and complaints."""
 
-    def __init__(self, browser: Any, address: str, *, width: int = 1200) -> None:
+    def __init__(self, browser: Any, address: str, *, width: int = 1200, colors: str = "light") -> None:
         self.requests: list[str] = []
         self.complaints: list[str] = []
-        self.page = browser.new_context(viewport={"width": width, "height": 900}).new_page()
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=colors)
+        self.page = context.new_page()
         self.page.set_default_timeout(PATIENCE)
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -136,7 +162,9 @@ def test_a_photograph_is_dropped_and_the_settings_are_shared(server, browser, tm
     unfused, ward, paper = seen.cards()
     assert (unfused.split()[0], ward.split()[0], paper.split()[0]) == ("unfused", "ward", "mctf")
     assert "56 %" in ward
-    assert re.search(r"Time\s+[\d.]+ ms\s+[\d.]+\W", ward)
+    times = [re.search(r"Time\s+([\d.]+) ms\s+([\d.]+)\u00d7", card).groups() for card in (unfused, ward, paper)]
+    for milliseconds, speedup in times:  # all are rounded
+        assert float(speedup) == pytest.approx(float(times[0][0]) / float(milliseconds), rel=0.03)
     assert re.search(r"KL\s+\d+\.\d{4}\s+(same|other) answer", ward)
     assert len(re.findall(r"\d\.\d %", ward)) == 5, "the five likeliest classes"
 
@@ -161,9 +189,9 @@ def test_a_photograph_is_dropped_and_the_settings_are_shared(server, browser, tm
     seen.until(lambda: seen.address().get("flops"), "0.6")
 
     seen.page.locator("#photographs button.thumbnail-item").nth(1).click()
-    seen.until(lambda: seen.address().get("photo"), "coffee")
+    seen.until(lambda: seen.address().get("photo"), "lion")
     assert seen.address() == {
-        **{"model": "embedded", "photo": "coffee", "first": "ward", "second": "mctf"},
+        **{"model": "embedded", "photo": "lion", "first": "ward", "second": "mctf"},
         **{"flops": "0.6", "batch": "1", "block": str(last - 1)},
     }
 
@@ -183,6 +211,20 @@ def test_a_photograph_is_dropped_and_the_settings_are_shared(server, browser, tm
     assert log.read_text() == "", "the server connects to nothing"
     with urllib.request.urlopen(f"{address}gradio_api/info") as answer:  # nor does it serve other programs
         assert answer.read() == b'{"named_endpoints":{},"unnamed_endpoints":{}}'
+
+
+@pytest.mark.parametrize("colors", ["light", "dark"])
+def test_every_text_can_be_read(server, browser, colors: str) -> None:
+    """A contrast of 4.5 is what WCAG 2.2 asks of text (1.4.3, AA)."""
+    seen = Visit(browser, f"{server[0]}?batch=1", colors=colors)
+    seen.cards()
+    background = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (min(map(int, re.findall(r"\d+", background)[:3])) < 128) is (colors == "dark")
+    contrasts = seen.page.evaluate(CONTRAST)
+    assert len(contrasts) > 30
+    assert [each for each in contrasts if each[0] < 4.5] == []
+    seen.page.evaluate("document.querySelector('.mctf').style.setProperty('--soft', '#808080')")  # between both
+    assert min(seen.page.evaluate(CONTRAST))[0] < 4.5
 
 
 @pytest.mark.nightly

@@ -61,8 +61,8 @@ class Result:
     """One model on one image.
 
     name: "unfused", or the method. gflops, share: the plan's account, and its share of the unfused model's.
-    speedup: over the unfused model, in the same rounds. agrees, kl: against the unfused
-    model; None without a classifier.
+    speedup: the unfused model's median time over this one's. agrees, kl: against the unfused model; None without a
+    classifier.
     answers: the likeliest classes first. token_counts, frames: tokens and the picture after every block.
     """
 
@@ -142,7 +142,7 @@ class Inspector:
                 gflops=planned.gflops,
                 share=planned.gflops / own.gflops,
                 timing=timing,
-                speedup=timing.speedup_over(timings[0]),
+                speedup=timings[0].median / timing.median,
                 agrees=_agrees(run.logits, reference) if labels else None,
                 kl=float(kl_divergence(reference, run.logits)) if labels else None,
                 answers=_answers(run.logits, reference, labels) if labels else (),

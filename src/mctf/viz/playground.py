@@ -6,6 +6,7 @@ Its address holds the settings.
 
 import base64
 import html
+import inspect
 import io
 import logging
 import os
@@ -202,7 +203,7 @@ def build(
 
         settings = [photo, model, first, second, flops, batch]
         quiet: dict[str, Any] = {"api_visibility": "private"}
-        inspect: dict[str, Any] = {
+        inspecting: dict[str, Any] = {
             **quiet,
             "fn": show,
             "inputs": [upload, *settings, block],
@@ -213,13 +214,13 @@ def build(
         address: dict[str, Any] = {**quiet, "fn": None, "inputs": [*settings, block], "js": _ADDRESS}
 
         restored = [photo, gallery, model, first, second, flops, batch, block, notice]
-        page.load(restore, None, restored, **quiet).then(**inspect)
+        page.load(restore, None, restored, **quiet).then(**inspecting)
         changed = [each.input for each in (model, first, second, flops, batch)]
         gradio.on(changed, lambda: gradio.update(visible=False), None, notice, **quiet)
-        gradio.on(changed, **inspect).then(**address)
-        gallery.select(pick, None, [photo, upload], **quiet).then(**inspect).then(**address)
+        gradio.on(changed, **inspecting).then(**address)
+        gallery.select(pick, None, [photo, upload], **quiet).then(**inspecting).then(**address)
         unnamed = upload.upload(lambda: ("", gradio.update(selected_index=None)), None, [photo, gallery], **quiet)
-        unnamed.then(**inspect).then(**address)
+        unnamed.then(**inspecting).then(**address)
         block.input(**address)
     return page
 
@@ -236,6 +237,8 @@ def serve(
     theme = gradio.themes.Default(
         primary_hue="teal", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
     )
+    # from gradio 6.24 on, browsers keep what was shown unless told not to
+    private = {"run_history": False} if "run_history" in inspect.signature(page.launch).parameters else {}
     try:
         _, local, _ = page.launch(
             server_name=host,
@@ -245,7 +248,6 @@ def serve(
             share=False,
             quiet=True,
             footer_links=[],
-            run_history=False,
             ssr_mode=False,
             pwa=False,
             mcp_server=False,
@@ -253,6 +255,7 @@ def serve(
             max_file_size=_LIMITS.max_bytes,
             theme=theme,
             css=(Path(__file__).parent / "templates" / "playground.css").read_text(encoding="utf-8"),
+            **private,
         )
     except OSError as failure:
         raise MctfError(f"port {port or 7860} cannot be served ({failure}): choose another one with --port") from None
@@ -286,8 +289,8 @@ def _thumbnail(path: Path) -> tuple[Image.Image, str]:
 
 def _demo_photographs() -> list[Path]:
     try:
-        return photographs()
-    except MctfError:  # of the extra demo, which the playground does without
+        return [each.path for each in photographs()]
+    except MctfError:  # their packages lack them, and the playground does without
         return []
 
 
