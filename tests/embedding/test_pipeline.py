@@ -1,10 +1,12 @@
 """From items to vectors: what is waited for, what is decoded where, and what a failing device or thread says."""
 
+import contextlib
 import dataclasses
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from mctf.data import ReadLimits
 from mctf.embedding import gpu_decode, pipeline
 from mctf.embedding.gpu_decode import GpuDecoder, is_plain_jpeg
 from mctf.embedding.names import UnavailableError
-from mctf.embedding.pipeline import Background, Clock, ItemLoader, LoadedBatch, Pipeline, collate
+from mctf.embedding.pipeline import Background, Clock, ItemLoader, LoadedBatch, Pipeline, Sample, collate
 from mctf.embedding.sources import Item, Source, open_source
 
 CPU = torch.device("cpu")
@@ -200,6 +202,59 @@ def test_shares_of_the_clock() -> None:
     assert Clock(3.0, 1.0, 0.0).shares() == {"decoding_share": 0.75, "model_share": 0.25, "disk_share": 0.0}
     assert [Clock(3.0, 1.0).bound, Clock(1.0, 3.0).bound, Clock(1.0, 1.0, 2.0).bound] == ["decoding", "model", "disk"]
     assert sum(Clock().shares().values()) == 0
+
+
+class Stream:
+    """A stand-in for streams and events of CUDA. calls: what was called on any of them, and "decode"."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, _device: object = None) -> None:
+        """Streams take a device."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_arguments: self.calls.append(name)
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code for CUDA streams runs on the CPU, where everything is done at once."""
+    from torchvision.io import decode_jpeg
+
+    def decode(*arguments: object, **options: object) -> list[Tensor]:
+        Stream.calls.append("decode")
+        return decode_jpeg(*arguments, **options)
+
+    empty = torch.empty
+    monkeypatch.setattr(Stream, "calls", [])
+    monkeypatch.setattr("torchvision.io.decode_jpeg", decode)
+    for name, value in (("Stream", Stream), ("Event", Stream), ("current_stream", Stream)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
+    monkeypatch.setattr(Tensor, "record_stream", lambda _tensor, _stream: None)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_batches_on_streams_keep_their_order(no_cuda: None, source: Source, embedder: Embedder, on_gpu: bool) -> None:
+    run = Pipeline(embedder, source, decode="gpu" if on_gpu else "cpu")
+    loader, clock = ItemLoader(source, embedder.transform, on_gpu=on_gpu, stop=False), Clock()
+    items = items_of(source) * 4
+    batches = [[loader(item) for item in items[start : start + 5]] for start in range(0, len(items), 5)]
+    unread = collate([Sample("7.jpg", "7.jpg", unavailable="the disk is away")])
+    results = list(run._on_gpu(iter([*map(collate, batches), unread]), clock))
+    assert [key for result in results for key in result.keys] == [item.key for item in items if item.key != "5.jpg"]
+    assert [key for result in results for key, _, _ in result.failures] == ["5.jpg"] * 4
+    assert [result.unavailable for result in results] == [None] * len(batches) + ["the disk is away"]
+    for result in results[:-1]:
+        images = [source.content(items[int(key[0])]) for key in result.keys]
+        # nothing differs where Pillow decodes; tensors are resized in float32
+        assert np.allclose(result.arrays[0], embedder(images), atol=0.1 if on_gpu else 1e-5)
+    assert clock.bound in ("decoding", "model")
+    decodes = [place for place, call in enumerate(Stream.calls) if call == "decode"]
+    assert bool(decodes) == on_gpu
+    assert not decodes or "synchronize" in Stream.calls[: decodes[0]]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
