@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 
 # The demo and the playground alone need fewer packages than the tests.
 demo: .venv/demo
-	@echo "mctf demo: one model, unfused and fused, on three photographs; nothing is downloaded"
+	@echo "mctf demo: one model, unfused and fused, on photographs; nothing is downloaded"
 	$(BIN)/mctf demo
 
 # The commands of docs/index.md, in a fresh clone with an environment of its own: some minutes and 6 GB while it runs.

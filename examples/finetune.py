@@ -31,6 +31,7 @@ model.train()
 for step in range(STEPS):
     images = torch.stack([augment(photographs[label]) for label in labels])
     losses = objective(model, images, labels)
+    assert losses.total.isfinite()
     losses.total.backward()
     optimizer.step()
     optimizer.zero_grad()

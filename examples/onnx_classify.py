@@ -34,6 +34,8 @@ def main() -> None:
     model, *paths = sys.argv[1:]
     session = onnxruntime.InferenceSession(model)
     facts = json.loads(session.get_modelmeta().custom_metadata_map["mctf"])
+    if facts["preprocessing"] is None:
+        sys.exit(f"{model} does not say how its images are prepared: export it with preprocessing=…")
     images = np.stack([prepare(path, facts["preprocessing"]) for path in paths])
     (logits,) = session.run(None, {session.get_inputs()[0].name: images})
     odds = np.exp(logits - logits.max(axis=1, keepdims=True))

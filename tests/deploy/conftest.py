@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import mctf
-from helpers.exporting import fused, tiny
+from helpers.exporting import PREPROCESSING, fused, tiny
 from mctf.deploy.export import ExportReport
 
 
@@ -14,7 +14,7 @@ def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> ExportReport:
     """A tiny model fused by ward, as an ONNX file."""
     pytest.importorskip("onnxruntime")
     path = tmp_path_factory.mktemp("onnx") / "tiny.onnx"
-    return mctf.export(fused(rounds=2), path, name="tiny")
+    return mctf.export(fused(rounds=2), path, name="tiny", preprocessing=PREPROCESSING)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from helpers.command_line import Command
-from helpers.exporting import tiny
+from helpers.exporting import HALF, tiny
 from helpers.images import write_folder
 from mctf.models import loading
 
@@ -18,7 +18,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.slow
 def test_export_then_eval(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "load_described", lambda *_, **__: (tiny(), "random"))
+    model = tiny()
+    model.pretrained_cfg = {"input_size": (3, 64, 64), "mean": HALF, "std": HALF}
+    monkeypatch.setattr(loading, "load_described", lambda *_, **__: (model, "random"))
     file, images = tmp_path / "tiny.pt2", write_folder(tmp_path / "images", "a/0.png", "a/1.png", "b/0.png")
     words = ("test_vit", "--random-weights", "-m", "tome", "-r", 4, "--blocks", "0", "--output", file)
     outcome = run("export", *words, "--data", images)
@@ -40,6 +42,11 @@ def test_eval_of_a_file_takes_no_method(run: Command, pt2_file: Path, tmp_path: 
     images = write_folder(tmp_path / "images", "a/0.png")
     assert "exported as it is fused" in run.refusal("eval", pt2_file, "--data", images, "-r", 4)
     assert "omit --weights" in run.refusal("eval", pt2_file, "--data", images, "--image-size", 64)
+
+
+def test_eval_of_a_file_that_says_nothing_about_its_images(run: Command, pt2_file: Path, tmp_path: Path) -> None:
+    images = write_folder(tmp_path / "images", "a/0.png")
+    assert "does not say how its images are prepared" in run.refusal("eval", pt2_file, "--data", images)
 
 
 def test_bench_of_files(run: Command, pt2_file: Path) -> None:

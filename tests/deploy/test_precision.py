@@ -45,7 +45,7 @@ def close_to(path: Path, model: Any) -> None:
 def test_an_onnx_file_in_int8(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     model = fused(rounds=2)
-    shown = generated_images(mctf.export(model, tmp_path / "full.onnx", check=False).metadata.preprocessing, 8)
+    shown = generated_images(mctf.export(model, tmp_path / "full.onnx", check=False).metadata, 8)
     report = mctf.export(model, tmp_path / "int8.onnx", precision="int8", calibration=shown, name="tiny")
     close_to(report.path, model)
     assert report.bytes < (tmp_path / "full.onnx").stat().st_size

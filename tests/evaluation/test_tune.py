@@ -154,3 +154,46 @@ def test_a_real_model_and_its_speed() -> None:
     assert tuning.best.flops == pytest.approx(0.8, abs=0.03)
     with pytest.raises(MctfError, match=r"a speed-up of 50 is out of reach here: ward at \d\d% of the FLOPs has"):
         search.tune_speedup(50, batch=batch)
+
+
+def test_a_schedule_that_is_slower_than_wanted_is_not_given(deit: Any) -> None:
+    """Tuned schedules may be slower than the method's own at the same cost: then it is one of these."""
+    search, _ = tuner(deit, LATE)
+
+    def speedup(schedule: Schedule, batch: torch.Tensor) -> float:
+        own = sum(map(bool, schedule)) >= 8 and schedule[3]
+        return (1.0 if own else 0.8) / search.share(schedule)
+
+    search.speedup = speedup  # type: ignore[method-assign]
+    tuning = search.tune_speedup(1.5, batch=torch.zeros(1))
+    assert tuning.speedup is not None
+    assert tuning.speedup >= 1.5
+    assert speedup(tuning.best.tuned, torch.zeros(1)) == tuning.speedup
+    assert tuning.best in tuning.points
+
+
+@pytest.mark.parametrize("aim", ["kl", "speedup"])
+def test_other_aims_keep_a_schedule_that_is_not_clearly_better(deit: Any, aim: str) -> None:
+    """Schedules other than the method's own are a little better, but by less than two standard errors."""
+    search, meter = tuner(deit, [1.0] * 12)
+    measure, own = meter.kl, set()
+    make, gain = search.default, 0.01 + 0.3 * torch.randn(128, generator=torch.Generator().manual_seed(1)).double()
+
+    def default(*given: Any, **more: Any) -> Schedule:
+        own.add(schedule := make(*given, **more))
+        return schedule
+
+    def kl(schedules: Any, images: int | None = None) -> list[torch.Tensor]:
+        found = []
+        for each in list(schedules):
+            share = search.share(each)
+            scores = torch.full((images or 128,), (1 - share) ** 2, dtype=torch.float64)
+            noise = gain[: len(scores)]
+            found.append(scores if each in own else scores * (1 - 0.001 - (noise - noise.mean())))
+        return found
+
+    search.default, meter.kl = default, kl  # type: ignore[method-assign]
+    search.speedup = lambda schedule, batch: 1 / search.share(schedule)  # type: ignore[method-assign]
+    tuning = search.tune_kl(0.09) if aim == "kl" else search.tune_speedup(1.4, batch=torch.zeros(1))
+    assert tuning.best.tuned == tuning.best.default
+    assert measure is not None

@@ -4,6 +4,10 @@ from typing import Any
 
 import mctf
 from helpers.models import make
+from mctf.data import Preprocessing
+
+HALF = (0.5, 0.5, 0.5)
+PREPROCESSING = Preprocessing((64, 64), 0.9, "center", "bicubic", HALF, HALF)  # tiny models say nothing about theirs
 
 
 def tiny(name: str = "plain", *, depth: int = 2) -> Any:

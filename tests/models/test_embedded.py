@@ -216,14 +216,14 @@ class TestTrained:
     @pytest.mark.parametrize("r", [0, 0.2])
     @torch.inference_mode()
     def test_a_cup_of_coffee_is_recognized(self, model: nn.Module, r: float) -> None:
-        (file,) = (path for path in photographs() if path.stem == "coffee")
-        image = Preprocessing.of(model).transform()(open_image(file))[None]
+        (photograph,) = (each for each in photographs() if each.label == "espresso")
+        image = Preprocessing.of(model).transform()(open_image(photograph.path))[None]
         mctf.fuse(model, "ward", r=r)
         try:
             answer = class_labels(model)[int(model(image).argmax())]
         finally:
             mctf.unfuse(model)
-        assert answer == "espresso"
+        assert answer == photograph.label
 
     @pytest.mark.slow
     @needs_shared(VALIDATION)
@@ -242,7 +242,7 @@ def test_the_lines_of_its_page_run_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], offline: None
 ) -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL))
-    shutil.copy(photographs()[0], tmp_path / "cat.png")
+    shutil.copy(photographs()[0].path, tmp_path / "cat.png")
     monkeypatch.chdir(tmp_path)
     exec(code, {})
     lines = capsys.readouterr().out.splitlines()

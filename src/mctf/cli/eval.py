@@ -116,10 +116,23 @@ def command(
     from ..deploy.exported import is_exported
 
     if is_exported(options["model"]):
-        if any((methods, reductions, budgets, schedules, blocks, pairs, precisions, calibration)):
-            raise MctfError(
-                f"{options['model']} is exported as it is fused: leave out -r, --method, --precision and the like"
-            )
+        refused = {
+            "-r": reductions,
+            "--flops": budgets,
+            "--schedule": schedules or None,
+            "--method": methods,
+            "--option": pairs or None,
+            "--blocks": blocks,
+            "--trim-last": trim_last,
+            "--dense": dense or None,
+            "--restore": None if restore == "residual" else restore,
+            "--precision": precisions,
+            "--calibration": calibration,
+            "--max-kl": max_kl,
+        }
+        given = [name for name, value in refused.items() if value is not None]
+        if given:
+            raise MctfError(f"{options['model']} is exported as it is fused: leave out {', '.join(given)}")
         _evaluate_file(options, output=output, as_json=as_json)
         return
     requests = _requests(methods, reductions, budgets, schedules, blocks, pairs)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core.schedule import ReductionSpec
-from ..data import Preprocessing
 from ..errors import MctfError
 from ..evaluation.fidelity import kl_divergence
 from ..evaluation.timing import time_interleaved, why_inconclusive
@@ -73,9 +72,7 @@ class Contender:
             return cls(label, format, model.eval(), metadata, weight_bytes(model))
         folder.mkdir(parents=True)
         if calibration is None:
-            calibration = generated_images(
-                ExportMetadata.of(model, format=format, dtype="float32", batch=None).preprocessing
-            )
+            calibration = generated_images(ExportMetadata.of(model, format=format, dtype="float32", batch=None))
         path = folder / f"model{find_format(format).suffix}"
         report = export(model, path, format, name=name, precision=precision, calibration=calibration)
         return cls(label, format, load_exported(report.path), report.metadata, report.bytes)
@@ -121,9 +118,9 @@ def benchmark_formats(
             raise MctfError(
                 f"{each.label} takes batches of {each.metadata.batch} alone: give --batch {each.metadata.batch}"
             )
-        if each.metadata.preprocessing.image_size != first.preprocessing.image_size:
+        if each.metadata.image_size != first.image_size:
             raise MctfError(f"{each.label} takes images of another size than {contenders[0].label}: time them apart")
-    images = sample(first.preprocessing, batch)
+    images = sample(first, batch)
     with torch.inference_mode():
         outputs = [run_batches(each.run, images, batch) for each in contenders]
     passes = {str(index): partial(each.run, images[:batch]) for index, each in enumerate(contenders)}
@@ -161,10 +158,10 @@ def benchmark_formats(
     return tuple(results)
 
 
-def sample(preprocessing: Preprocessing, batch: int, least: int = 16) -> Tensor:
+def sample(metadata: ExportMetadata, batch: int, least: int = 16) -> Tensor:
     """Generated images: whole batches, `least` images or more."""
     count = -(-max(least, batch) // batch) * batch
-    images = generated_images(preprocessing, min(count, 64))
+    images = generated_images(metadata, min(count, 64))
     return images.repeat(-(-count // len(images)), 1, 1, 1)[:count]
 
 

@@ -1,7 +1,7 @@
 """Accuracy and throughput of an exported file on images, for `mctf eval`."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -23,15 +23,24 @@ def evaluate_exported(options: RunOptions, *, tick: Callable[[], object] = lambd
     """The row of an exported file, and the facts of the run. Fidelity is unknown: the file has no unfused model."""
     if options.weights is not None or options.image_size is not None or options.dtype != "float32":
         raise MctfError(f"{options.model} holds its weights and sizes: omit --weights, --image-size and --dtype")
+    if options.device_name not in (None, "cpu"):
+        raise MctfError(f"exported files run on the CPU: leave out --device {options.device_name}")
     set_threads(options.threads)
     model = load_exported(options.model, threads=options.threads)
-    facts, device = model.metadata, torch.device("cpu")
+    facts, device, preprocessing = model.metadata, torch.device("cpu"), model.metadata.preprocessing
+    if preprocessing is None:
+        raise MctfError(
+            f"{options.model} does not say how its images are prepared: export the model again by "
+            "mctf.export(…, preprocessing=mctf.data.Preprocessing(…))"
+        )
+    if options.crop_pct is not None:
+        preprocessing = replace(preprocessing, crop_pct=options.crop_pct)
     dataset = open_dataset(options.data, limits=options.limits)
     dataset = dataset.for_model(len(facts.class_names), classes=options.classes)
     dataset = dataset.spaced(options.limit or len(dataset))
     batches = EvalLoader(
         dataset,
-        facts.preprocessing.transform(),
+        preprocessing.transform(),
         batch_size=facts.batch or options.batch_size,
         workers=options.workers,
         device=device,
@@ -67,7 +76,7 @@ def evaluate_exported(options: RunOptions, *, tick: Callable[[], object] = lambd
         "data": str(options.data),
         "images": images,
         "skipped": len(dataset) - images,
-        "preprocessing": asdict(facts.preprocessing),
+        "preprocessing": asdict(preprocessing),
         "device": describe_device(device),
         "dtype": facts.dtype,
         "batch_size": facts.batch or options.batch_size,

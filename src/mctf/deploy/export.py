@@ -18,9 +18,12 @@ from torch.export import ExportedProgram
 from .._utils import check_target, first_line
 from ..api import find_stack
 from ..core.portable import onnx_operators
+from ..data import Preprocessing
 from ..errors import MctfError, did_you_mean, is_out_of_memory, shown
 from ..hosts import find_host
 from ..methods.base import Method, check_bool, check_choice, check_whole
+from ..models.class_names import has_projection
+from ..models.hf_images import ImageModel
 from ..quantization import Quantization, quantize
 from .exported import open_file
 from .formats import Finish, Format, find_format
@@ -64,6 +67,7 @@ def export(
     images: Tensor | None = None,
     check: bool = True,
     name: str | None = None,
+    preprocessing: Preprocessing | None = None,
     tick: Callable[[str], object] = lambda step: None,
 ) -> ExportReport:
     """Write a model for another runtime: "onnx", "openvino", "aoti" (AOTInductor) or "pt2" (torch.export).
@@ -76,7 +80,8 @@ def export(
     calibration: images that show the ranges of activations, which ONNX and OpenVINO files in int8 need: B 3 H W,
         preprocessed. The others measure each token as it runs.
     images: preprocessed, B 3 H W, to check the file on; generated ones by default. check: False skips the check.
-    name: of the model in the metadata. tick: called with the name of each step before it begins.
+    name: of the model in the metadata. preprocessing: how images are prepared, for the metadata; by default what the
+        model says about it, if it does. tick: called with the name of each step before it begins.
 
     The file is run on the images. Where it differs from the model by more than rounding (`mctf.deploy.parity`), the
     error says so and nothing is left behind.
@@ -92,10 +97,22 @@ def export(
     if stack is not None and stack.method.adaptive:
         refuse_adaptive(stack.method)
     check_bool(check=check)
+    if preprocessing is not None and not isinstance(preprocessing, Preprocessing):
+        raise MctfError(f"preprocessing is {shown(preprocessing)}: give a mctf.data.Preprocessing")
+    if getattr(model, "in_chans", 3) != 3:
+        raise MctfError(f"the model takes images of {model.in_chans} channels, and exported files take 3")
     exact = dtype == "float32" and not int8
     model = _tensor_model(copy.deepcopy(model).eval().to("cpu", torch.float32))
-    metadata = ExportMetadata.of(model, format=kind.name, dtype=dtype, batch=batch, name=name, precision=precision)
-    size = metadata.preprocessing.image_size
+    metadata = ExportMetadata.of(
+        model,
+        format=kind.name,
+        dtype=dtype,
+        batch=batch,
+        name=name,
+        precision=precision,
+        preprocessing=preprocessing,
+    )
+    size = metadata.image_size
     _check_images(images, size)
     _check_images(calibration, size, "calibration")
     finish: Finish = None
@@ -129,7 +146,7 @@ def export(
         control = None
         if check:
             tick("checking the file")
-            images = generated_images(metadata.preprocessing) if images is None else images.to("cpu", torch.float32)
+            images = generated_images(metadata) if images is None else images.to("cpu", torch.float32)
             parity, control = _check_parity(model, kind, written, metadata, images)
             for each in parity.values():
                 judge(kind.name, each, control, exact=exact, slack=_INT8_SLACK if int8 else 2)
@@ -192,16 +209,17 @@ class _Float32(nn.Module):
         self.dtype = dtype
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.model(images.to(self.dtype)).to(torch.float32)
+        outputs = self.model(images.to(self.dtype))
+        if isinstance(self.model, ImageModel) and has_projection(self.model):
+            outputs = self.model.projection(outputs)
+        return outputs.to(torch.float32)
 
 
 def _tensor_model(model: Any) -> nn.Module:
     """The model itself, or one of transformers as a model that takes images and returns one tensor."""
     if not hasattr(model, "config") or not hasattr(model, "main_input_name"):
         return model
-    from ..models.hf_images import ImageModel
-
-    return ImageModel.of(model, {}).eval()
+    return ImageModel.of(model, {}, keep_projection=True).eval()
 
 
 def _without_masks(model: nn.Module) -> None:
@@ -261,7 +279,7 @@ def _check_parity(
         whole = len(images) // metadata.batch * metadata.batch
         images = images[:whole] if whole else images.repeat(metadata.batch, 1, 1, 1)[: metadata.batch]
     classifies = metadata.output == "logits"
-    reference = run_batches(model, images, _LARGER_BATCH)
+    reference = run_batches(_Float32(model, torch.float32), images, _LARGER_BATCH)
     other = torch.float64 if metadata.dtype == "float32" else getattr(torch, metadata.dtype)
     compared = _Float32(copy.deepcopy(model), other)
     if metadata.precision == "int8":

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..data import Preprocessing
 from ..errors import MctfError
 from ..evaluation.fidelity import kl_divergence
+from .metadata import ExportMetadata
 
 FLIPPED = 1e-2  # a difference far above rounding in float32
 MOST_MEDIAN = 1e-4
@@ -97,10 +98,14 @@ def run_batches(run: Callable[[Tensor], Tensor], images: Tensor, batch: int, *, 
     return torch.cat([run(part.contiguous()) for part in parts])
 
 
-def generated_images(preprocessing: Preprocessing, count: int = SAMPLE) -> Tensor:
-    """Images of smooth colours, textures and edges, as the model takes them: B 3 H W."""
-    transform = preprocessing.transform()
-    return torch.stack([transform(_picture(seed, preprocessing.image_size)) for seed in range(count)])
+def generated_images(metadata: ExportMetadata, count: int = SAMPLE) -> Tensor:
+    """Images of smooth colours, textures and edges, as the model takes them: B 3 H W.
+
+    Pixels lie between -1 and 1 where the model does not say how its images are prepared.
+    """
+    half, size = (0.5, 0.5, 0.5), metadata.image_size
+    transform = (metadata.preprocessing or Preprocessing(size, 1.0, "center", "bicubic", half, half)).transform()
+    return torch.stack([transform(_picture(seed, size)) for seed in range(count)])
 
 
 def _picture(seed: int, size: tuple[int, int]) -> Image.Image:

@@ -379,6 +379,12 @@ class Tuner:
         ranked = sorted(zip(found, screened, strict=True), key=lambda pair: pair[1].mean().item())
         return self.point(budget, self._better(default, [schedule for schedule, _ in ranked[:1]])[0])
 
+    def scaled_point(self, budget: float, tuned: Schedule) -> Point:
+        """A budget with a schedule of another one, scaled, where that is clearly better than the method's own."""
+        default, limit = self.limit(budget)
+        scaled = self.fit(self.ratios(tuned), limit)
+        return self.point(budget, self._better(default, [] if scaled is None else [scaled])[0])
+
     def budgets(self, wanted: float) -> list[float]:
         """Budgets of the Pareto table."""
         lowest = self.lowest()
@@ -424,9 +430,7 @@ class Tuner:
         self.phase("the cheapest schedule of this KL")
         for _ in range(5):
             middle = round((low + high) / 2, 4)
-            _, limit = self.limit(middle)
-            scaled = self.fit(self.ratios(best.tuned), limit)
-            point = self.point(middle, best.tuned if scaled is None else scaled)
+            point = self.scaled_point(middle, best.tuned)
             if point.kl <= most and point.flops <= found.flops:
                 found, high = point, middle
             else:
@@ -437,25 +441,41 @@ class Tuner:
         """The most faithful schedule that is `wanted` times as fast as the unfused model on this device."""
         low, high = self.lowest(), self.highest()
         self.phase("speed over budgets")
-        fastest = self.speedup(self.default(low), batch)
+        own = self.default(low)
+        fastest = own_speed = self.speedup(own, batch)
         if fastest < wanted:
             raise MctfError(
                 f"a speed-up of {wanted:g} is out of reach here: {self.method.name} at {low:.0%} of the FLOPs "
                 f"has {fastest:.2f} with batches of {len(batch)}"
             )
         for _ in range(6):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.speedup(self.default(middle), batch) >= wanted else (low, middle)
-        best = self.tune(round(low, 4))
+            middle = round((low + high) / 2, 4)
+            schedule = self.default(middle)
+            speed = self.speedup(schedule, batch)
+            if speed >= wanted:
+                low, own, own_speed = middle, schedule, speed
+            else:
+                high = middle
+        best = self.tune(low)
         speed = self.speedup(best.tuned, batch)
-        for _ in range(4):  # a tuned schedule of equal cost may be slower: it fuses in more blocks
-            if speed >= wanted or best.budget - 0.01 <= self.lowest():
-                break
-            budget = round(best.budget - 0.01, 4)
-            scaled = self.fit(self.ratios(best.tuned), self.limit(budget)[1])
-            best = self.point(budget, best.tuned if scaled is None else scaled)
-            speed = self.speedup(best.tuned, batch)
+        if speed < wanted:  # a tuned schedule of equal cost may be slower: it fuses in more blocks
+            best, speed = self._faster(best, wanted, batch) or (self.point(low, own), own_speed)
+            if Difference.of(*self.meter.kl([best.tuned, own])).errors >= -_CLEAR:
+                best, speed = self.point(low, own), own_speed
         return Tuning(best, self.pareto(best), speed)
+
+    def _faster(self, slow: Point, wanted: float, batch: Tensor) -> tuple[Point, float] | None:
+        """The dearest scaled schedule below a point that is fast enough, and its speed; None where there is none."""
+        found, low, high = None, self.lowest(), slow.budget
+        for _ in range(6):
+            middle = round((low + high) / 2, 4)
+            point = self.scaled_point(middle, slow.tuned)
+            speed = self.speedup(point.tuned, batch)
+            if speed >= wanted:
+                found, low = (point, speed), middle
+            else:
+                high = middle
+        return found
 
     def speedup(self, schedule: Schedule, batch: Tensor) -> float:
         """Over the unfused model, interleaved, on this batch."""

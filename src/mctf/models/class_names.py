@@ -4,6 +4,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from torch import nn
+
 IMAGENET_CLASSES = 1000
 TINY_IMAGENET_CLASSES = 200
 
@@ -37,6 +39,19 @@ def class_labels(model: Any) -> tuple[str, ...]:
         info = ImageNetInfo()
         return tuple(_first_synonym(info.index_to_description(index)) for index in range(count))
     return tuple(f"class {index}" for index in range(count))
+
+
+def has_projection(model: Any) -> bool:
+    """Whether a model projects into a space shared with texts, as CLIP does.
+
+    The head of timm's CLIP models is the projection unless it was fine-tuned for other outputs.
+    """
+    if isinstance(getattr(model, "projection", None), nn.Module):  # an `ImageModel` of transformers
+        return True
+    config = getattr(model, "pretrained_cfg", None) or {}
+    is_clip = "_clip_" in str(config.get("architecture", "")) and "ft_in" not in str(config.get("tag", ""))
+    outputs = getattr(model, "num_classes", 0)
+    return is_clip and bool(outputs) and outputs == config.get("num_classes", outputs)
 
 
 def _first_synonym(names: str) -> str:
