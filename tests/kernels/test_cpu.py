@@ -93,6 +93,18 @@ def test_pooling(dtype: torch.dtype, keep_norm: bool) -> None:
     assert torch.equal(assignment.unpool(mean)[2, alone], x[2, alone]), "a token alone stays as it is"
 
 
+@pytest.mark.parametrize("keep_norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pooling_keeps_what_is_no_number(dtype: torch.dtype, keep_norm: bool) -> None:
+    x, weights = tokens(1, count=60, batch=3, dtype=dtype)
+    assignment = cpu.cluster(x, weights, 25, protected=1, rounds=4)
+    x[0, 7, 3], weights[1, 9] = float("nan"), float("nan")
+    mean = cpu.pool(x, weights, assignment, keep_norm=keep_norm)
+    assert mean[0, assignment.slots[0, 7], 3].isnan()
+    assert mean[1, assignment.slots[1, 9]].isnan().all()
+    assert mean[2].isfinite().all()
+
+
 @pytest.mark.skipif(launch.INTERPRETED, reason="Triton's interpreter runs in its place")
 def test_a_fused_model_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("plain").double()

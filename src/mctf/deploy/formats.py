@@ -131,6 +131,7 @@ def _load_onnx(path: Path, threads: int | None) -> tuple[Run, str | None]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or torch.get_num_threads()
     options.log_severity_level = 3
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # idle threads take cores from other models
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     (given,), (result,) = session.get_inputs(), session.get_outputs()
 

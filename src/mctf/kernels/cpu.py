@@ -20,7 +20,8 @@ from ..core.assignment import Assignment
 from ..core.matching import unit_rows
 
 _PER_THREAD = 1 << 18  # numbers to compare or to add for which another thread pays: 7 images of 196 tokens
-_REASSOCIATED = {"nnan", "nsz", "contract", "reassoc"}  # sums and minima are vectorized only like this
+_REASSOCIATED = {"nsz", "contract", "reassoc"}  # sums are vectorized only like this
+_WITHOUT_NAN = _REASSOCIATED | {"nnan"}  # minima as well, of numbers alone
 _TINY = 1e-30
 
 
@@ -73,7 +74,7 @@ def _compiled(**options: Any) -> Callable[[Callable], Callable]:
     return compiled
 
 
-@_compiled(fastmath=_REASSOCIATED)
+@_compiled(fastmath=_WITHOUT_NAN)
 def _costs(row: Any, w: Any, token: int, far: Any, costs: Any) -> Any:
     """Ward's costs (n) of joining each token of larger weight, divided by the token's weight; returns the lowest.
 
@@ -94,7 +95,7 @@ def _costs(row: Any, w: Any, token: int, far: Any, costs: Any) -> Any:
     return low
 
 
-@_compiled(fastmath=_REASSOCIATED)
+@_compiled(fastmath=_WITHOUT_NAN)
 def _join(d: Any, target: int, token: int, p: Any, q: Any, row: Any) -> None:
     """Distances (n n) once `target` is p of itself and q of `token`: p d_t + q d_j - p q d_tj (Lance and Williams)."""
     within = p * q * d[target, token]
