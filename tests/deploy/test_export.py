@@ -64,7 +64,7 @@ def test_onnx_holds_standard_operators_without_loops(onnx_file: ExportReport) ->
 
     model = onnx.load(onnx_file.path)
     assert {each.domain for each in model.opset_import} == {""}
-    assert model.opset_import[0].version >= 18
+    assert model.opset_import[0].version >= 20
     counts = Counter(node.op_type for node in model.graph.node)
     assert not {"Loop", "If", "Scan", "ScatterND"} & counts.keys()
     reductions = [each.s for node in model.graph.node for each in node.attribute if each.name == "reduction"]

@@ -27,7 +27,7 @@ from .._utils import optional_import
 from ..errors import MctfError, did_you_mean, shown
 from .metadata import KEY
 
-OPSET, BFLOAT16_OPSET = 18, 22  # the first with the operators of a fused model, and with bfloat16 convolutions
+OPSET, BFLOAT16_OPSET = 20, 22  # the first with Gelu as one operator, and with bfloat16 convolutions
 _LARGEST_ONNX = 1_800_000_000  # bytes; a protobuf ends at 2 GiB, and larger weights lie in a file of their own
 _BATCH_SIZES = 4  # that OpenVINO keeps compiled
 _METADATA_FILE = "mctf.json"
@@ -103,7 +103,7 @@ def _write_onnx(program: ExportedProgram, path: Path, metadata: str, finish: Fin
 
 def _onnx_attention() -> Callable[..., Any]:
     """softmax(q kT * scale + mask) v for tensors of four axes; the exporter's own works out all shapes at run time."""
-    op: Any = import_module("onnxscript").opset18
+    op: Any = import_module("onnxscript").opset20
 
     def attention(
         query: Any,
