@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_left_to_the_plain_version(device, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("count", [20, 270])
-@pytest.mark.parametrize("value", [float("nan"), 0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1.0])
 def test_undefined_and_equal_tokens_fill_every_slot(device, count: int, value: float) -> None:
     x, weights = torch.full((2, count, 8), value, device=device), torch.full((2, count), value, device=device)
     assignment, _, _ = kernels.cluster(x, weights[:, None], None, r=6, protected=1, rounds=4)

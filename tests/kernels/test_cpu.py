@@ -12,7 +12,6 @@ from helpers.models import make, make_images, run
 from mctf import kernels
 from mctf.core import clustering
 from mctf.core.assignment import Assignment
-from mctf.kernels import launch
 
 cpu = pytest.importorskip("mctf.kernels.cpu", reason="needs numba", exc_type=ImportError)
 
@@ -105,7 +104,6 @@ def test_pooling_keeps_what_is_no_number(dtype: torch.dtype, keep_norm: bool) ->
     assert mean[2].isfinite().all()
 
 
-@pytest.mark.skipif(launch.INTERPRETED, reason="Triton's interpreter runs in its place")
 def test_a_fused_model_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("plain").double()
     images = make_images(model, 2).double()

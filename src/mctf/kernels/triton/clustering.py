@@ -64,7 +64,8 @@ def partners_kernel(
 def join_costs(d, mine, theirs, token, other):
     """Ward's cost of joining `other`, d its squared distance; inf unless its weight is larger."""
     larger = (theirs > mine) | ((theirs == mine) & (other < token))
-    return tl.where(larger, d * (mine * theirs) / (mine + theirs), float("inf"))
+    joined = mine * (theirs / (mine + theirs))  # the product of large weights may overflow
+    return tl.where(larger, d * joined, float("inf"))
 
 
 @triton.jit
