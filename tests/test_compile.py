@@ -8,7 +8,8 @@ import torch
 import mctf
 from helpers.models import CHOSEN, METHODS, ONE_PER_OPS, REFERENCED, make, make_images, run
 
-every_method = pytest.mark.parametrize("method", METHODS)
+NIGHTLY = ("mctf_exact", "pitome", "atc")  # inductor takes long, and others cover their operations
+with_inductor = [pytest.param(each, marks=pytest.mark.nightly if each in NIGHTLY else ()) for each in METHODS]
 REDUCTIONS = [4, 6]  # of two blocks: compiling is slow
 
 
@@ -105,7 +106,7 @@ def test_a_compiled_model_can_be_traced() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None and which("clang++") is None, reason="no C++ compiler for torch.compile")
-@every_method
+@pytest.mark.parametrize("method", with_inductor)
 @torch.no_grad()
 def test_inductor_equals_eager(method: str) -> None:
     model = make("registers", depth=1).double()  # no rounding decides between nearly equal pairs

@@ -102,10 +102,10 @@ def test_feature_maps(method: str) -> None:
         assert_same(one, other)
 
 
-COMPILED = [  # compiling for every batch size at once is slow: two methods show it
-    pytest.param(method, dynamic, marks=() if (method, dynamic) == ("random", False) else pytest.mark.slow)
-    for method in METHODS
-    for dynamic in ((False, True) if method in ("mctf", "tome") else (False,))
+COMPILED = [
+    pytest.param("random", False),
+    *(pytest.param(method, True, marks=pytest.mark.slow) for method in ("mctf", "tome")),
+    *(pytest.param(method, False, marks=[pytest.mark.slow, pytest.mark.nightly]) for method in METHODS if method != "random"),
 ]
 
 

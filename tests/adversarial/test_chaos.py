@@ -114,6 +114,7 @@ def figures(report: Path) -> dict[str, Any]:
     return json.loads((report / "report.json").read_text(), object_hook=without_times)
 
 
+@pytest.mark.nightly
 def test_reproduce_killed_at_any_moment_resumes_to_the_same_figures(
     place: Place, tmp_path: Path, record_property: Cases
 ) -> None:

@@ -210,7 +210,7 @@ def finish_unsaved(trainer: Trainer) -> None:
 
 
 @pytest.mark.slow
-@every_method
+@pytest.mark.parametrize("method", ["dynamic_vit", pytest.param("spvit", marks=pytest.mark.nightly)])
 def test_training_reaches_the_planned_keep_ratios(expert: nn.Module, tmp_path: Path, method: str) -> None:
     # the tokens of so small a model change so much with every patch that their term would outweigh all others
     options = {"ratio_weight": 200, "token_weight": 0}
