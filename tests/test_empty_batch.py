@@ -105,7 +105,11 @@ def test_feature_maps(method: str) -> None:
 COMPILED = [
     pytest.param("random", False),
     *(pytest.param(method, True, marks=pytest.mark.slow) for method in ("mctf", "tome")),
-    *(pytest.param(method, False, marks=[pytest.mark.slow, pytest.mark.nightly]) for method in METHODS if method != "random"),
+    *(
+        pytest.param(method, False, marks=[pytest.mark.slow, pytest.mark.nightly])
+        for method in METHODS
+        if method != "random"
+    ),
 ]
 
 
