@@ -35,7 +35,7 @@ def _count(record_property: Callable[[str, object], None]) -> None:
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=600)
 
 
 @pytest.mark.parametrize(
