@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from ._utils import first_line
 from .errors import MctfError
 
 Value = TypeVar("Value")
+_LONGEST_WAIT = timedelta(days=7)  # torchrun ends all ranks where one is lost
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,24 @@ def all_gather_object(value: Any) -> list[Any]:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
+    return values
+
+
+def gather_at_end(distributed: DistributedContext, value: Any) -> list[Any]:
+    """The values of all ranks, which need no group until here; waits until the last one comes.
+
+    Of this rank alone where the environment does not say how ranks find each other.
+    """
+    if not distributed.is_distributed or "MASTER_ADDR" not in os.environ:
+        return [value]
+    try:
+        dist.init_process_group("gloo", timeout=_LONGEST_WAIT)
+        values = all_gather_object(value)
+    except (ValueError, RuntimeError) as failure:
+        raise MctfError(
+            f"process {distributed.rank} does not find the others ({first_line(failure):.160}): start all with torchrun"
+        ) from None
+    dist.destroy_process_group()
     return values
 
 

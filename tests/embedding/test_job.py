@@ -6,6 +6,7 @@ Commands run in processes of their own, since pyarrow and torch do not end well 
 import io
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -165,8 +166,10 @@ def test_parts_make_the_whole(run: Run, tmp_path: Path) -> None:
 
 def test_ranks_of_torchrun_share_the_shards(run: Run, images: Path, tmp_path: Path) -> None:
     words = ["embed", *MODEL, "--data", images, "--output", tmp_path / "out", "--shard-size", 8]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
     ranks = [
-        Forked(words, log=tmp_path / f"log{rank}", environment={"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank})
+        Forked(words, log=tmp_path / f"log{rank}", environment={**address, "RANK": rank, "LOCAL_RANK": rank})
         for rank in "01"
     ]
     assert [rank.code() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
@@ -174,6 +177,8 @@ def test_ranks_of_torchrun_share_the_shards(run: Run, images: Path, tmp_path: Pa
     ours, theirs = (snapshot(tmp_path / name) for name in ("out", "whole"))
     assert ours.keys() == theirs.keys()
     assert all(ours[name][0] == theirs[name][0] for name in ours if name.endswith(".parquet"))
+    assert f"{COUNT} images in 3 shards" in ranks[0].output()
+    assert "3 of 3 shards, 20 images" in ranks[0].output()
     assert ranks[1].output() == ""
 
 
@@ -190,6 +195,7 @@ def test_another_setting_is_refused(run: Run, images: Path, tmp_path: Path) -> N
         (("--option", "rounds=8"), {}, "differs in method_options (rounds): "),
         (("--max-pixels", 50_000), {}, "differs in limits (max_pixels): 100000000 there, 50000 here"),
         (("--shard-size", 5), {}, "shard_size"),
+        (("--batch-size", 4), {}, "differs in batch_size: 8 there, 4 here"),
         ((), {"data": fewer}, "differs in the images: 20 listed there, 19 listed here"),
     ]
     for more, how, says in cases:
@@ -199,6 +205,61 @@ def test_another_setting_is_refused(run: Run, images: Path, tmp_path: Path) -> N
         assert says in text
         assert "name another --output" in text
     assert snapshot(tmp_path / "out") == before
+
+
+def test_another_device_or_version_is_refused(run: Run, tmp_path: Path) -> None:
+    assert run()[0] == 0
+    (tmp_path / "out" / "00001_stats.json").unlink()
+    path = tmp_path / "out" / "manifest.json"
+    whole = json.loads(path.read_text())
+    assert whole["device"] == "cpu"
+    older = whole | {"settings": whole["settings"] | {"version": "0.0.1"}}
+    for manifest, says in (
+        (whole | {"device": "cuda"}, "differs in device: 'cuda' there, 'cpu' here"),
+        (older, "differs in version: '0.0.1' there"),
+    ):
+        path.write_text(json.dumps(manifest))
+        code, text = run()
+        assert (code, len(text.splitlines()), says in text) == (2, 1, True), text
+    path.write_text(json.dumps(whole | {"versions": whole["versions"] | {"torch": "1.0"}}))
+    code, text = run()
+    assert code == 0
+    assert "note: " in text
+    assert "torch '1.0' there" in " ".join(text.split())
+
+
+def test_an_archive_of_another_dataset_is_refused(run: Run, images: Path, tmp_path: Path) -> None:
+    paths = sorted(images.iterdir())
+    for folder, first in (("a", 0), ("b", 10)):
+        (tmp_path / folder).mkdir()
+        for number in range(2):
+            with tarfile.open(tmp_path / folder / f"{number}.tar", "w") as archive:
+                for path in paths[first + 5 * number : first + 5 * number + 5]:
+                    archive.add(path, path.name)
+    assert run(data=f"{tmp_path}/a/*.tar")[0] == 0
+    before = snapshot(tmp_path / "out")
+    code, text = run(data=f"{tmp_path}/b/*.tar")
+    assert (code, len(text.splitlines())) == (2, 1)
+    assert "b/0.tar is another file than the one whose vectors" in text
+    assert "remove 00000_stats.json" in text
+    assert snapshot(tmp_path / "out") == before
+    shutil.copytree(tmp_path / "a", tmp_path / "c")  # moved
+    code, text = run(data=f"{tmp_path}/c/*.tar")
+    assert (code, "nothing was missing" in text) == (0, True)
+
+
+def test_runs_without_a_vector_fail_again_and_again(run: Run, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "empty.tar", "w"):
+        pass
+    (tmp_path / "corrupt").mkdir()
+    (tmp_path / "corrupt" / "0.png").write_bytes(b"nothing")
+    for name, says in (
+        ("empty.tar", "empty.tar holds no images"),
+        ("corrupt", "none of 1 images is readable, the first: "),
+    ):
+        for _ in range(2):
+            code, text = run(data=tmp_path / name, output=tmp_path / f"out {name}")
+            assert (code, len(text.splitlines()), says in text) == (2, 1, True), text
 
 
 def test_unreadable_images_are_listed_or_stop_the_run(run: Run, images: Path, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def command(
                 raise MctfError(f"--check writes nothing, in this process and decoded on the CPU: leave out {name}")
 
     from ..data import ReadLimits
-    from ..distributed import read_ranks
+    from ..distributed import gather_at_end, read_ranks
     from ..embedding.embedder import Embedder
     from ..embedding.job import EmbedJob, parse_part, portion
     from ..embedding.sources import open_source
@@ -230,9 +230,13 @@ def command(
 
     if engine == "local":
         job.check_device()
-    job.prepare(command=command_line())
+    if (note := job.prepare(command=command_line())) and ranks.is_main:
+        echo(f"note: {note}", err=True)
     pending = job.pending(numbers)
-    reports, seconds = _run(job, pending, engine=engine, address=ray_address, actors=actors, wanted=wanted)
+    title = f"embedding as process {ranks.rank} of {ranks.world_size}" if ranks.is_distributed else "embedding"
+    runs = [_run(job, pending, engine=engine, address=ray_address, actors=actors, wanted=wanted, title=title)]
+    runs = gather_at_end(ranks, runs[0])
+    reports, seconds = [report for each, _ in runs for report in each], max(seconds for _, seconds in runs)
     counts = job.summarize()
     if ranks.is_main:
         _report(job, reports, counts, seconds, as_json=as_json)
@@ -245,7 +249,14 @@ def command(
 
 
 def _run(
-    job: "EmbedJob", pending: list[int], *, engine: str, address: str | None, actors: int | None, wanted: bool | None
+    job: "EmbedJob",
+    pending: list[int],
+    *,
+    engine: str,
+    address: str | None,
+    actors: int | None,
+    wanted: bool | None,
+    title: str,
 ) -> "tuple[list[ShardReport], float]":
     """The reports of these shards, and the seconds they took."""
     from ..embedding.ray_engine import run_on_ray
@@ -257,10 +268,10 @@ def _run(
     start = time.perf_counter()
     if not pending:
         return reports, 0.0
-    with progress("embedding", total, wanted=wanted) as bar:
+    with progress(title, total, wanted=wanted) as bar:
 
         def tick(images: int, text: str) -> None:
-            bar.describe(f"embedding, {text}")
+            bar.describe(f"{title}, {text}")
             if total != len(pending):
                 bar(images)
 
@@ -269,6 +280,9 @@ def _run(
         with closing(runs):
             for report in runs:
                 reports.append(report)
+                if on_ray:
+                    speed = sum(each.images for each in reports) / (time.perf_counter() - start)
+                    bar.describe(f"{title}, {speed:,.0f} images/s")
                 if total == len(pending):
                     bar()
     return reports, time.perf_counter() - start
@@ -282,9 +296,11 @@ def _report(
     job: "EmbedJob", reports: "list[ShardReport]", counts: dict[str, int], seconds: float, *, as_json: bool
 ) -> None:
     images, failed = sum(each.images for each in reports), sum(each.failed for each in reports)
-    first = next((each.first_failure for each in reports if each.first_failure), None)
-    if failed and not counts["images"]:
-        raise MctfError(f"none of {counts['failed']} images is readable, the first: {first}")
+    whole = counts["shards_finished"] == len(job.shards)
+    if not counts["images"] and (whole or failed):
+        if counts["failed"]:
+            raise MctfError(f"none of {counts['failed']} images is readable, the first: {job.first_failure()}")
+        raise MctfError(f"{job.source.name} holds no images: {job.output} has no vectors; name other --data")
     speed = images / seconds if seconds else 0.0
     facts = {
         "output": str(job.output),

@@ -212,6 +212,11 @@ class Embedder:
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.inference_mode():
                 outputs = loaded.read(pixels)
+                if len(outputs[0]) != len(pixels):
+                    raise MctfError(
+                        f"the model gives {len(outputs[0])} vectors for {len(pixels)} images: use one that gives a vector "
+                        "per image"
+                    )
                 if self.compile and loaded.device.type == "cuda":  # the next replay of the graph overwrites its outputs
                     return tuple(output[:count].clone() for output in outputs)
                 return tuple(output[:count] for output in outputs)

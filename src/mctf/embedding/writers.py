@@ -235,6 +235,9 @@ class ShardWriter:
 
     def add(self, keys: Sequence[str], paths: Sequence[str], arrays: Arrays) -> None:
         assert self._table is not None
+        if len({len(keys), len(paths), *map(len, arrays or [()])}) > 1:
+            vectors = min(map(len, arrays), default=0)
+            raise MctfError(f"shard {self.number} has {vectors} vectors for {len(keys)} images: report this as a bug")
         if len(keys):
             with self._refusing():
                 self._table.add(keys, paths, arrays)
