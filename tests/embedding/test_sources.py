@@ -368,3 +368,12 @@ def test_a_sample_is_spaced(folder: Path) -> None:
     source = open_source(folder)
     assert [item.key for item in source.sample(2)] == ["loose.png", "b/0.jpg"]
     assert len(list(source.sample(99))) == 4
+
+
+@pytest.mark.parametrize(("count", "taken"), [(2, "ab"), (3, "abc"), (4, "aabc"), (6, "aabccc"), (99, "aabccccc")])
+def test_a_sample_has_images_of_every_archive(tmp_path: Path, count: int, taken: str) -> None:
+    for name, images in (("a", 2), ("b", 1), ("c", 5)):
+        write_tar(tmp_path / f"{name}.tar", {f"{number}.png": b"" for number in range(images)})
+    found = [item.key for item in open_source(tmp_path).sample(count)]
+    assert len(set(found)) == len(found)
+    assert "".join(sorted(key[0] for key in found)) == taken

@@ -152,7 +152,8 @@ def command(
 
     --check N embeds N images with the fused and the unfused model. It shows the cosine of both vectors; recall@k, the
     share of the k nearest images by unfused vectors that are among the k nearest by fused ones, where the query image
-    itself does not count; and both speeds.
+    itself does not count; the same with fused vectors as queries to an index of unfused ones ("old index"); and both
+    speeds.
     """
     if (output is None) == (count is None):
         raise MctfError("give one of --output, to write vectors, and --check, to see what fusing costs them")
@@ -371,8 +372,10 @@ def _print_check(fused: "Embedder", result: "Check") -> None:
         ("cosine, mean", "1", f"{result.cosine_mean:.4f}"),
         ("cosine, least", "1", f"{result.cosine_least:.4f}"),
     ]
-    rows += [(f"recall@{k}", "1", f"{each.among_others:.3f}") for k, each in result.recall.items()]
+    for k, each in result.recall.items():
+        rows.append((f"recall@{k}", "1", f"{each.among_others:.3f}"))
+        rows.append((f"recall@{k}, old index", "1", f"{each.mixed:.3f}"))
     for name, left, right in rows:
-        echo(f"  {name:14}{left:>12}  {right}")
+        echo(f"  {name:20}{left:>12}  {right}")
     if result.failed:
         echo(f"note: {plural(result.failed, 'unreadable image')} left out")

@@ -4,6 +4,7 @@ A source is divided into shards by its names and counts alone, so that every run
 """
 
 import hashlib
+import itertools
 import os
 import stat
 import zipfile
@@ -127,7 +128,7 @@ class Source:
         return short_names([part.name for part in self.parts])
 
     def sample(self, count: int) -> Iterator[Item]:
-        """`count` images, evenly spaced where they can be read in any order, else the first ones."""
+        """`count` images, evenly spaced where they can be read in any order, else the first ones of every part."""
         total = self.count
         if total is not None and all(part.indexed for part in self.parts):
             starts, number = [0], min(count, total)
@@ -138,12 +139,17 @@ class Source:
                 start = index - starts[part_number]
                 yield from self.items(Shard(part_number, start, start + 1))
             return
-        found = 0
-        for shard in self.shards(SHARD_SIZE):
-            for item in self.items(shard):
-                if found == count:
-                    return
-                found += 1
+        total, taken = len(self.parts), [0] * len(self.parts)
+        chosen = range(total) if count >= total else [place * total // count for place in range(count)]
+        shares = [(number, len(chosen) - place) for place, number in enumerate(chosen)]
+        shares += [(number, 1) for number in range(total)]  # where some have fewer images than their share
+        for number, parts_left in shares:
+            share = -(-(count - sum(taken)) // parts_left)
+            if share == 0:
+                return
+            items = self.items(Shard(number, 0, self.parts[number].count))
+            for item in itertools.islice(items, taken[number], taken[number] + share):
+                taken[number] += 1
                 yield item
 
     def content(self, item: Item) -> bytes | Image.Image:
