@@ -1,6 +1,7 @@
 """Distributed execution: the rank of this process, its device, and collectives that also work in a single process."""
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,21 +94,22 @@ def all_gather_object(value: Any) -> list[Any]:
 
 
 def gather_at_end(distributed: DistributedContext, value: Any) -> list[Any]:
-    """The values of all ranks, which need no group until here; waits until the last one comes.
+    """The values of all ranks on rank 0, which waits for the last one; on others, their own.
 
-    Of this rank alone where the environment does not say how ranks find each other.
+    Ranks need no group before. Where they do not find each other, each has its own value alone.
     """
     if not distributed.is_distributed or "MASTER_ADDR" not in os.environ:
         return [value]
+    rank, world_size = distributed.rank, distributed.world_size
     try:
-        dist.init_process_group("gloo", timeout=_LONGEST_WAIT)
-        values = all_gather_object(value)
-    except (ValueError, RuntimeError) as failure:
-        raise MctfError(
-            f"process {distributed.rank} does not find the others ({first_line(failure):.160}): start all with torchrun"
-        ) from None
-    dist.destroy_process_group()
-    return values
+        rendezvous = dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=_LONGEST_WAIT)
+        store = dist.PrefixStore("mctf/end", next(rendezvous)[0])
+        store.set(str(rank), pickle.dumps(value))
+        if not distributed.is_main:
+            return [value]
+        return [pickle.loads(store.get(str(number))) for number in range(world_size)]
+    except (ValueError, RuntimeError):  # no network, or a rank is lost
+        return [value]
 
 
 def broadcast_object(value: Any) -> Any:

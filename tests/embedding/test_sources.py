@@ -226,6 +226,7 @@ def test_paths_of_remote_lists_start_at_their_folder(tmp_path: Path) -> None:
     assert [source.content(item) for item in all_items(source)] == [picture(0), picture(1), picture(1)]
     assert resolve_beside("s3://bucket/a/b.parquet", "c/0.png") == "s3://bucket/a/c/0.png"
     assert resolve_beside("s3://bucket/a/b.parquet", "/c/0.png") == "/c/0.png"
+    assert resolve_beside("s3://bucket/a/", "c//0.png") == "s3://bucket/a/c//0.png"
 
 
 def test_archives_beside_images_are_embedded(folder: Path, tmp_path: Path) -> None:

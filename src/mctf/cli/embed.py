@@ -239,6 +239,8 @@ def command(
     runs = gather_at_end(ranks, runs[0])
     reports, seconds = [report for each, _ in runs for report in each], max(seconds for _, seconds in runs)
     counts = job.summarize()
+    if ranks.is_main and len(runs) < ranks.world_size:
+        echo(f"note: process 0 does not find the other {ranks.world_size - 1}: images/s are its own", err=True)
     if ranks.is_main:
         _report(job, reports, counts, seconds, as_json=as_json)
     if unfinished := [report for report in reports if report.unfinished]:

@@ -21,13 +21,15 @@ from ..errors import MctfError, shown
 from ..evaluation.environment import describe_device, versions
 from .embedder import Embedder
 from .gpu_decode import check_gpu_decoding
+from .names import location_size
 from .pipeline import Clock, Pipeline
-from .sources import SHARD_SIZE, Item, Shard, Source
+from .sources import SHARD_SIZE, Files, Item, Shard, Source
 from .writers import Layout, ShardWriter, check_format
 
 MANIFEST = "manifest.json"
 _CURE = "name another --output, or repeat that setting"
 _PACKAGES = ("torch", "timm", "triton")  # versions of which may round differently
+_PROBES = 8  # finished shards of a folder whose first image is looked at
 _PATIENCE = 60.0  # seconds for which another process may hold the manifest
 _DIGEST_NAMES = {"weights": "the weights", "source": "the images", "preprocessing": "the preprocessing"}
 
@@ -109,6 +111,7 @@ class EmbedJob:
                 manifest = read_json(path, str(path), "name another --output", most=1 << 26)
                 self._compare(manifest, settings)
                 self._compare_archives()
+                self._compare_files()
                 return self._other_versions(manifest)
             strangers = [name for name in os.listdir(self.output) if not name.startswith(".")]
             if strangers:
@@ -194,6 +197,22 @@ class EmbedJob:
             if stats is not None and stats.get("checksum") != part.checksum:
                 raise MctfError(
                     f"{part.name} is another file than the one whose vectors {self.output} holds: name another "
+                    f"--output, or remove {layout.stats(number).name} to embed it again"
+                )
+
+    def _compare_files(self) -> None:
+        """Raise MctfError where the first image of a finished shard has another size: files of the same names."""
+        layout, shards = self.layout, self.shards
+        numbers = [number for number, shard in enumerate(shards) if isinstance(self.source.parts[shard.part], Files)]
+        step = max(1, len(numbers) // _PROBES)
+        for number in numbers[::step]:
+            stats = layout.read_stats(number) or {}
+            key, size = stats.get("first_key"), stats.get("first_bytes")
+            path = next((item.path for item in self.source.items(shards[number]) if item.key == key), None)
+            here = None if path is None or size is None else location_size(path)
+            if here not in (None, size):
+                raise MctfError(
+                    f"{path} has {here:,} bytes, and had {size:,} when {self.output} was written: name another "
                     f"--output, or remove {layout.stats(number).name} to embed it again"
                 )
 
@@ -376,13 +395,17 @@ class _Run:
             return ShardReport(number, unfinished=self.lost[number])
         now = time.perf_counter()
         seconds = now - self.began
+        part = self.job.source.parts[self.all_shards[number].part]
+        first_key, path = writer.first or (None, None)
         facts = {
             "seconds": round(seconds, 4),
             "images_per_second": round(writer.images / seconds, 2),
             **self.clock.shares(),
             "bound": self.clock.bound,
             "batch_size": self.job.embedder.batch_size,
-            "checksum": self.job.source.parts[self.all_shards[number].part].checksum,
+            "checksum": part.checksum,
+            "first_key": first_key,
+            "first_bytes": location_size(path) if path is not None and isinstance(part, Files) else None,
             "device": describe_device(self.job.embedder.loaded.device),
             "versions": versions(),
         }

@@ -183,7 +183,20 @@ def resolve_beside(file: str, path: str) -> str:
     if not is_url(file):
         return os.path.join(os.path.dirname(file), path)
     protocol, _, place = file.partition("://")
-    return f"{protocol}://{posixpath.normpath(posixpath.join(posixpath.dirname(place), path))}"
+    whole = posixpath.join(posixpath.dirname(place), path)
+    if {".", ".."} & set(path.split("/")):  # which object stores do not resolve; other names stay as they are
+        whole = posixpath.normpath(whole)
+    return f"{protocol}://{whole}"
+
+
+def location_size(path: str) -> int | None:
+    """Bytes of a file or URL; None where that is not known."""
+    with suppress(Exception):  # exceptions of file systems are of any type
+        if not is_url(path):
+            return os.path.getsize(path)
+        system, name = file_system(path)
+        return system.info(name)["size"]
+    return None
 
 
 def short_name(path: str) -> str:
