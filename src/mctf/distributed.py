@@ -104,10 +104,10 @@ def gather_at_end(distributed: DistributedContext, value: Any) -> list[Any]:
     try:
         rendezvous = dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=_LONGEST_WAIT)
         store = dist.PrefixStore("mctf/end", next(rendezvous)[0])
-        store.set(str(rank), pickle.dumps(value))
+        store.set(str(rank), pickle.dumps(value).hex())
         if not distributed.is_main:
             return [value]
-        return [pickle.loads(store.get(str(number))) for number in range(world_size)]
+        return [pickle.loads(bytes.fromhex(store.get(str(number)).decode())) for number in range(world_size)]
     except (ValueError, RuntimeError):  # no network, or a rank is lost
         return [value]
 

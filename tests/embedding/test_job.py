@@ -299,17 +299,14 @@ def test_other_images_of_the_same_names_are_refused(run: Run, images: Path, tmp_
     (folders[0] / "00.png").write_bytes(b"nothing")  # may be repaired
     for folder in folders:
         (folder / "list.txt").write_text("".join(f"{path.name}\n" for path in sorted(images.iterdir())))
-    for source in ("{}", "{}/list.txt"):
-        output = tmp_path / f"out {source[3:6]}"
-        assert run(data=source.format(folders[0]), output=output)[0] == 0
-        code, text = run(data=source.format(folders[1]), output=output)
-        assert (code, "nothing was missing" in text) == (0, True)
-        wide = encode(make_picture(1, width=90, height=80))
-        (folders[1] / "01.png").write_bytes(wide)
-        code, text = run(data=source.format(folders[1]), output=output)
-        assert (code, len(text.splitlines())) == (2, 1)
-        assert f"b/01.png has {len(wide):,} bytes, and had" in text
-        shutil.copy(folders[0] / "01.png", folders[1] / "01.png")
+    assert run(data=folders[0] / "list.txt")[0] == 0
+    code, text = run(data=folders[1] / "list.txt")
+    assert (code, "nothing was missing" in text) == (0, True)
+    wide = encode(make_picture(1, width=90, height=80))
+    (folders[1] / "01.png").write_bytes(wide)
+    code, text = run(data=folders[1] / "list.txt")
+    assert (code, len(text.splitlines())) == (2, 1)
+    assert f"b/01.png has {len(wide):,} bytes, and had" in text
 
 
 def test_runs_without_a_vector_fail_again_and_again(run: Run, tmp_path: Path) -> None:
