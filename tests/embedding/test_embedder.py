@@ -1,6 +1,7 @@
 """`mctf.Embedder`: the model's own vectors, whatever holds the images and wherever it was pickled."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -179,6 +180,14 @@ def test_towers_without_a_vector_per_image_are_named(name: str, tmp_path: Path) 
     model.save_pretrained(tmp_path)
     with pytest.raises(MctfError, match=r"transformers\.models\..*: fuse it with mctf\.fuse\(model\)"):
         Embedder(f"hf:{tmp_path}", r=0)(PICTURES)
+
+
+def test_a_model_that_gives_fewer_vectors_than_images_is_refused() -> None:
+    embed = Embedder("test_vit", r=0, **SETTINGS)
+    read = embed.loaded.read
+    embed._loaded = replace(embed.loaded, read=lambda pixels: (read(pixels)[0][:1],))
+    with pytest.raises(MctfError, match="the model gives 1 vectors for 4 images"):
+        embed(PICTURES[:4])
 
 
 @pytest.mark.parametrize("name", ["idefics3", "smolvlm", "blip", "blip_2", "owlvit", "clipseg", "aimv2", "ijepa"])

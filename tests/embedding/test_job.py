@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import mctf
 from helpers.command_line import Command
 from helpers.forked import Forked
 from helpers.images import encode, make_picture
-from mctf.embedding.writers import Layout
+from mctf.embedding.writers import Layout, ShardWriter
 
 COUNT = 20
 MODEL = ["test_vit", "--random-weights", "--image-size", 32, "--device", "cpu", "--batch-size", 8]
@@ -438,6 +439,16 @@ def test_the_stats_of_a_shard(run: Run, tmp_path: Path) -> None:
     assert sum(shares) == pytest.approx(1, abs=2e-4)
     assert stats["bound"] == ("decoding", "model", "disk")[int(np.argmax(shares))]
     assert stats["images_per_second"] == pytest.approx(8 / stats["seconds"], rel=0.01)
+
+
+@pytest.mark.parametrize("arrays", [(), (np.zeros((1, 4)),), (np.zeros((2, 4)), np.zeros((3, 4)))])
+def test_rows_without_their_vectors_are_never_written(tmp_path: Path, arrays: tuple[np.ndarray, ...]) -> None:
+    writer = ShardWriter(Layout(tmp_path, "parquet", 1), 0)
+    writer._table = table = unittest.mock.Mock()
+    with pytest.raises(mctf.MctfError, match=r"shard 0 has \d vectors for 2 images"):
+        writer.add(["a", "b"], ["a", "b"], arrays)
+    table.add.assert_not_called()
+    writer.close()
 
 
 @pytest.mark.parametrize(
