@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo five-minutes test test-all nightly adversarial check coverage docs site wheel release-check format clean
+.PHONY: demo five-minutes test test-all nightly chaos adversarial check coverage docs site wheel release-check format clean
 
 # The demo and the playground alone need fewer packages than the tests.
 demo: .venv/demo
@@ -27,6 +27,10 @@ test-all: .venv/ready
 # What takes long for what it finds; about four minutes.
 nightly: .venv/ready
 	$(PYTEST) -m nightly
+
+# Embedding of 2,000 photographs of ../shared/data, killed 20 times and resumed, on this machine and with Ray workers lost.
+chaos: .venv/ready
+	MCTF_CHAOS=full $(PYTEST) -m "" -n 0 tests/adversarial/test_embedding.py
 
 # Bad input, hostile files and killed runs; the last lines count the cases that held.
 adversarial: .venv/ready

@@ -1,9 +1,11 @@
 """Distributed execution: the rank of this process, its device, and collectives that also work in a single process."""
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from ._utils import first_line
 from .errors import MctfError
 
 Value = TypeVar("Value")
+_LONGEST_WAIT = timedelta(days=7)  # torchrun ends all ranks where one is lost
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,25 @@ def all_gather_object(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def gather_at_end(distributed: DistributedContext, value: Any) -> list[Any]:
+    """The values of all ranks on rank 0, which waits for the last one; on others, their own.
+
+    Ranks need no group before. Where they do not find each other, each has its own value alone.
+    """
+    if not distributed.is_distributed or "MASTER_ADDR" not in os.environ:
+        return [value]
+    rank, world_size = distributed.rank, distributed.world_size
+    try:
+        rendezvous = dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=_LONGEST_WAIT)
+        store = dist.PrefixStore("mctf/end", next(rendezvous)[0])
+        store.set(str(rank), pickle.dumps(value).hex())
+        if not distributed.is_main:
+            return [value]
+        return [pickle.loads(bytes.fromhex(store.get(str(number)).decode())) for number in range(world_size)]
+    except (ValueError, RuntimeError):  # no network, or a rank is lost
+        return [value]
 
 
 def broadcast_object(value: Any) -> Any:

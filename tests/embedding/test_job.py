@@ -3,12 +3,16 @@
 Commands run in processes of their own, since pyarrow and torch do not end well together in a test process.
 """
 
+import importlib.util
 import io
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +23,7 @@ import mctf
 from helpers.command_line import Command
 from helpers.forked import Forked
 from helpers.images import encode, make_picture
-from mctf.embedding.writers import Layout
+from mctf.embedding.writers import Layout, ShardWriter
 
 COUNT = 20
 MODEL = ["test_vit", "--random-weights", "--image-size", 32, "--device", "cpu", "--batch-size", 8]
@@ -27,6 +31,33 @@ WRITE_TABLES = """
 import json, sys, pyarrow, pyarrow.parquet
 for path, columns in json.loads(sys.argv[1]).items():
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
+"""
+# A stand-in where lance is not installed: the same two functions around a parquet file.
+LANCE = """
+import pathlib, pyarrow.parquet
+def write_dataset(table, path, mode):
+    pathlib.Path(path, "data").mkdir(parents=True)
+    pyarrow.parquet.write_table(table, f"{path}/data/0.parquet")
+def dataset(path):
+    class Dataset:
+        to_table = staticmethod(lambda: pyarrow.parquet.read_table(f"{path}/data/0.parquet"))
+    return Dataset
+"""
+WRITE_LANCE = """
+import json, sys
+from pathlib import Path
+import lance, numpy
+from mctf.embedding.writers import Layout, ShardWriter
+layout = Layout(Path(sys.argv[1]), "lance", 2)
+for number, count in ((0, 3), (1, 0), (0, 3)):
+    writer = ShardWriter(layout, number)
+    writer.open(4, "float32", 2)
+    for row in range(count):
+        vectors = numpy.full((1, 4), row, numpy.float32)
+        writer.add([f"k{row}"], [f"p{row}"], (vectors, vectors[:, :2], numpy.full((1, 2), row)))
+    writer.commit({})
+tables = [lance.dataset(f"{sys.argv[1]}/0000{number}.lance").to_table() for number in (0, 1)]
+print(json.dumps([tables[0].to_pydict(), tables[1].num_rows, layout.read_stats(0) is not None]))
 """
 READ_KEYS = """
 import glob, json, sys, pyarrow.parquet
@@ -130,6 +161,23 @@ def test_npy_has_the_layout_of_clip_retrieval(run: Run, tmp_path: Path, expected
         assert len(rows["key"]) == len(part)
 
 
+def test_lance_datasets(tmp_path: Path) -> None:
+    if importlib.util.find_spec("lance") is None:
+        (tmp_path / "lance.py").write_text(LANCE)
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-c", WRITE_LANCE, str(tmp_path / "out")]
+    places = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": places}, check=False)
+    assert done.returncode == 0, done.stderr
+    rows, empty, finished = json.loads(done.stdout)
+    assert rows["key"] == ["k0", "k1", "k2"]
+    assert rows["embedding"] == [[row] * 4 for row in range(3)]
+    assert rows["top_classes"] == [[row] * 2 for row in range(3)]
+    assert (empty, finished) == (0, True)
+    found = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert found == ["00000.lance", "00000_stats.json", "00001.lance", "00001_stats.json"]
+
+
 def test_running_again_completes_what_is_missing_and_nothing_else(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     assert run()[0] == 0
@@ -165,8 +213,10 @@ def test_parts_make_the_whole(run: Run, tmp_path: Path) -> None:
 
 def test_ranks_of_torchrun_share_the_shards(run: Run, images: Path, tmp_path: Path) -> None:
     words = ["embed", *MODEL, "--data", images, "--output", tmp_path / "out", "--shard-size", 8]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
     ranks = [
-        Forked(words, log=tmp_path / f"log{rank}", environment={"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank})
+        Forked(words, log=tmp_path / f"log{rank}", environment={**address, "RANK": rank, "LOCAL_RANK": rank})
         for rank in "01"
     ]
     assert [rank.code() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
@@ -174,6 +224,8 @@ def test_ranks_of_torchrun_share_the_shards(run: Run, images: Path, tmp_path: Pa
     ours, theirs = (snapshot(tmp_path / name) for name in ("out", "whole"))
     assert ours.keys() == theirs.keys()
     assert all(ours[name][0] == theirs[name][0] for name in ours if name.endswith(".parquet"))
+    assert f"{COUNT} images in 3 shards" in ranks[0].output()
+    assert "3 of 3 shards, 20 images" in ranks[0].output()
     assert ranks[1].output() == ""
 
 
@@ -190,6 +242,7 @@ def test_another_setting_is_refused(run: Run, images: Path, tmp_path: Path) -> N
         (("--option", "rounds=8"), {}, "differs in method_options (rounds): "),
         (("--max-pixels", 50_000), {}, "differs in limits (max_pixels): 100000000 there, 50000 here"),
         (("--shard-size", 5), {}, "shard_size"),
+        (("--batch-size", 4), {}, "differs in batch_size: 8 there, 4 here"),
         ((), {"data": fewer}, "differs in the images: 20 listed there, 19 listed here"),
     ]
     for more, how, says in cases:
@@ -199,6 +252,76 @@ def test_another_setting_is_refused(run: Run, images: Path, tmp_path: Path) -> N
         assert says in text
         assert "name another --output" in text
     assert snapshot(tmp_path / "out") == before
+
+
+def test_another_device_or_version_is_refused(run: Run, tmp_path: Path) -> None:
+    assert run()[0] == 0
+    (tmp_path / "out" / "00001_stats.json").unlink()
+    path = tmp_path / "out" / "manifest.json"
+    whole = json.loads(path.read_text())
+    assert whole["device"] == "cpu"
+    older = whole | {"settings": whole["settings"] | {"version": "0.0.1"}}
+    for manifest, says in (
+        (whole | {"device": "cuda"}, "differs in device: 'cuda' there, 'cpu' here"),
+        (older, "differs in version: '0.0.1' there"),
+    ):
+        path.write_text(json.dumps(manifest))
+        code, text = run()
+        assert (code, len(text.splitlines()), says in text) == (2, 1, True), text
+    path.write_text(json.dumps(whole | {"versions": whole["versions"] | {"torch": "1.0"}}))
+    code, text = run()
+    assert code == 0
+    assert "note: " in text
+    assert "torch '1.0' there" in " ".join(text.split())
+
+
+def test_an_archive_of_another_dataset_is_refused(run: Run, images: Path, tmp_path: Path) -> None:
+    paths = sorted(images.iterdir())
+    for folder, first in (("a", 0), ("b", 10)):
+        (tmp_path / folder).mkdir()
+        for number in range(2):
+            with tarfile.open(tmp_path / folder / f"{number}.tar", "w") as archive:
+                for path in paths[first + 5 * number : first + 5 * number + 5]:
+                    archive.add(path, path.name)
+    assert run(data=f"{tmp_path}/a/*.tar")[0] == 0
+    before = snapshot(tmp_path / "out")
+    code, text = run(data=f"{tmp_path}/b/*.tar")
+    assert (code, len(text.splitlines())) == (2, 1)
+    assert "b/0.tar is another file than the one whose vectors" in text
+    assert "remove 00000_stats.json" in text
+    assert snapshot(tmp_path / "out") == before
+    shutil.copytree(tmp_path / "a", tmp_path / "c")  # moved
+    code, text = run(data=f"{tmp_path}/c/*.tar")
+    assert (code, "nothing was missing" in text) == (0, True)
+
+
+def test_other_images_of_the_same_names_are_refused(run: Run, images: Path, tmp_path: Path) -> None:
+    folders = [shutil.copytree(images, tmp_path / name) for name in "ab"]
+    (folders[0] / "00.png").write_bytes(b"nothing")  # may be repaired
+    for folder in folders:
+        (folder / "list.txt").write_text("".join(f"{path.name}\n" for path in sorted(images.iterdir())))
+    assert run(data=folders[0] / "list.txt")[0] == 0
+    code, text = run(data=folders[1] / "list.txt")
+    assert (code, "nothing was missing" in text) == (0, True)
+    wide = encode(make_picture(1, width=90, height=80))
+    (folders[1] / "01.png").write_bytes(wide)
+    code, text = run(data=folders[1] / "list.txt")
+    assert (code, len(text.splitlines())) == (2, 1)
+    assert f"b/01.png has {len(wide):,} bytes, and had" in text
+
+
+def test_runs_without_a_vector_fail_again_and_again(run: Run, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "empty.tar", "w"):
+        pass
+    (tmp_path / "corrupt").mkdir()
+    (tmp_path / "corrupt" / "0.png").write_bytes(b"nothing")
+    for name, says in (
+        ("empty.tar", "empty.tar holds no images"),
+        ("corrupt", "none of 1 images is readable, the first: "),
+    ):
+        for _ in range(2):
+            code, text = run(data=tmp_path / name, output=tmp_path / f"out {name}")
+            assert (code, len(text.splitlines()), says in text) == (2, 1, True), text
 
 
 def test_unreadable_images_are_listed_or_stop_the_run(run: Run, images: Path, tmp_path: Path) -> None:
@@ -318,6 +441,16 @@ def test_the_stats_of_a_shard(run: Run, tmp_path: Path) -> None:
     assert stats["images_per_second"] == pytest.approx(8 / stats["seconds"], rel=0.01)
 
 
+@pytest.mark.parametrize("arrays", [(), (np.zeros((1, 4)),), (np.zeros((2, 4)), np.zeros((3, 4)))])
+def test_rows_without_their_vectors_are_never_written(tmp_path: Path, arrays: tuple[np.ndarray, ...]) -> None:
+    writer = ShardWriter(Layout(tmp_path, "parquet", 1), 0)
+    writer._table = table = unittest.mock.Mock()
+    with pytest.raises(mctf.MctfError, match=r"shard 0 has \d vectors for 2 images"):
+        writer.add(["a", "b"], ["a", "b"], arrays)
+    table.add.assert_not_called()
+    writer.close()
+
+
 @pytest.mark.parametrize(
     "stats",
     ['{"files": {}}', '{"files": {}, "images": 1, "failed": 0}', '{"files": {"data": 3}}', "[]", "{", '{"files": 3}'],
@@ -380,4 +513,6 @@ def test_the_check_compares_with_the_unfused_model(
     same = json.loads(command("-r", 0, "--json").out)
     assert same["cosine"]["least"] == pytest.approx(1, abs=1e-12)
     assert same["recall"]["10"] == {"among_others": 1, "with_query": 1, "mixed": 1}
-    assert "recall@10" in command("-r", 0).out
+    lines = [line.split() for line in command("-r", 0).out.splitlines()]
+    assert ["recall@10", "1", "1.000"] in lines
+    assert ["recall@10,", "old", "index", "1", "1.000"] in lines

@@ -1,6 +1,7 @@
 """Which workers a job asks a cluster for, and what they do; the cluster is a stand-in."""
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from helpers.images import write_folder
 from mctf import Embedder, MctfError
+from mctf.cli import embed as cli
 from mctf.embedding import ray_engine
 from mctf.embedding.job import EmbedJob, ShardReport
 from mctf.embedding.sources import open_source
@@ -110,6 +112,25 @@ def test_workers_get_whole_paths(job: EmbedJob, tmp_path: Path) -> None:
     assert cluster.job.output == tmp_path / "out"
     assert cluster.job.embedder.weights == tmp_path / "weights.pt"
     assert cluster.job.source.digest() == job.source.digest()
+
+
+def test_the_bar_of_a_cluster_shows_images_per_second(job: EmbedJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+
+    class Bar:
+        describe = texts.append
+
+        def __call__(self, steps: int = 1) -> None:
+            pass
+
+    def run_on_ray(*_arguments: object, **_options: object) -> Any:
+        yield from (ShardReport(number, images=10) for number in range(2))
+
+    monkeypatch.setattr(ray_engine, "run_on_ray", run_on_ray)
+    monkeypatch.setattr(cli, "progress", lambda *_arguments, **_options: nullcontext(Bar()))
+    cli._run(job, [0], engine="ray", address=None, actors=None, wanted=None, title="embedding")
+    assert len(texts) == 2
+    assert all(text.startswith("embedding, ") and text.endswith(" images/s") for text in texts)
 
 
 def test_a_worker_checks_its_machine(job: EmbedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,8 @@ def command(
 
     --check N embeds N images with the fused and the unfused model. It shows the cosine of both vectors; recall@k, the
     share of the k nearest images by unfused vectors that are among the k nearest by fused ones, where the query image
-    itself does not count; and both speeds.
+    itself does not count; the same with fused vectors as queries to an index of unfused ones ("old index"); and both
+    speeds.
     """
     if (output is None) == (count is None):
         raise MctfError("give one of --output, to write vectors, and --check, to see what fusing costs them")
@@ -173,7 +174,7 @@ def command(
                 raise MctfError(f"--check writes nothing, in this process and decoded on the CPU: leave out {name}")
 
     from ..data import ReadLimits
-    from ..distributed import read_ranks
+    from ..distributed import gather_at_end, read_ranks
     from ..embedding.embedder import Embedder
     from ..embedding.job import EmbedJob, parse_part, portion
     from ..embedding.sources import open_source
@@ -230,10 +231,16 @@ def command(
 
     if engine == "local":
         job.check_device()
-    job.prepare(command=command_line())
+    if (note := job.prepare(command=command_line())) and ranks.is_main:
+        echo(f"note: {note}", err=True)
     pending = job.pending(numbers)
-    reports, seconds = _run(job, pending, engine=engine, address=ray_address, actors=actors, wanted=wanted)
+    title = f"embedding as process {ranks.rank} of {ranks.world_size}" if ranks.is_distributed else "embedding"
+    runs = [_run(job, pending, engine=engine, address=ray_address, actors=actors, wanted=wanted, title=title)]
+    runs = gather_at_end(ranks, runs[0])
+    reports, seconds = [report for each, _ in runs for report in each], max(seconds for _, seconds in runs)
     counts = job.summarize()
+    if ranks.is_main and len(runs) < ranks.world_size:
+        echo(f"note: process 0 does not find the other {ranks.world_size - 1}: images/s are its own", err=True)
     if ranks.is_main:
         _report(job, reports, counts, seconds, as_json=as_json)
     if unfinished := [report for report in reports if report.unfinished]:
@@ -245,7 +252,14 @@ def command(
 
 
 def _run(
-    job: "EmbedJob", pending: list[int], *, engine: str, address: str | None, actors: int | None, wanted: bool | None
+    job: "EmbedJob",
+    pending: list[int],
+    *,
+    engine: str,
+    address: str | None,
+    actors: int | None,
+    wanted: bool | None,
+    title: str,
 ) -> "tuple[list[ShardReport], float]":
     """The reports of these shards, and the seconds they took."""
     from ..embedding.ray_engine import run_on_ray
@@ -257,10 +271,10 @@ def _run(
     start = time.perf_counter()
     if not pending:
         return reports, 0.0
-    with progress("embedding", total, wanted=wanted) as bar:
+    with progress(title, total, wanted=wanted) as bar:
 
         def tick(images: int, text: str) -> None:
-            bar.describe(f"embedding, {text}")
+            bar.describe(f"{title}, {text}")
             if total != len(pending):
                 bar(images)
 
@@ -269,6 +283,9 @@ def _run(
         with closing(runs):
             for report in runs:
                 reports.append(report)
+                if on_ray:
+                    speed = sum(each.images for each in reports) / (time.perf_counter() - start)
+                    bar.describe(f"{title}, {speed:,.0f} images/s")
                 if total == len(pending):
                     bar()
     return reports, time.perf_counter() - start
@@ -282,9 +299,11 @@ def _report(
     job: "EmbedJob", reports: "list[ShardReport]", counts: dict[str, int], seconds: float, *, as_json: bool
 ) -> None:
     images, failed = sum(each.images for each in reports), sum(each.failed for each in reports)
-    first = next((each.first_failure for each in reports if each.first_failure), None)
-    if failed and not counts["images"]:
-        raise MctfError(f"none of {counts['failed']} images is readable, the first: {first}")
+    whole = counts["shards_finished"] == len(job.shards)
+    if not counts["images"] and (whole or failed):
+        if counts["failed"]:
+            raise MctfError(f"none of {counts['failed']} images is readable, the first: {job.first_failure()}")
+        raise MctfError(f"{job.source.name} holds no images: {job.output} has no vectors; name other --data")
     speed = images / seconds if seconds else 0.0
     facts = {
         "output": str(job.output),
@@ -355,8 +374,10 @@ def _print_check(fused: "Embedder", result: "Check") -> None:
         ("cosine, mean", "1", f"{result.cosine_mean:.4f}"),
         ("cosine, least", "1", f"{result.cosine_least:.4f}"),
     ]
-    rows += [(f"recall@{k}", "1", f"{each.among_others:.3f}") for k, each in result.recall.items()]
+    for k, each in result.recall.items():
+        rows.append((f"recall@{k}", "1", f"{each.among_others:.3f}"))
+        rows.append((f"recall@{k}, old index", "1", f"{each.mixed:.3f}"))
     for name, left, right in rows:
-        echo(f"  {name:14}{left:>12}  {right}")
+        echo(f"  {name:20}{left:>12}  {right}")
     if result.failed:
         echo(f"note: {plural(result.failed, 'unreadable image')} left out")

@@ -212,7 +212,12 @@ def walk_files(root: Path) -> Iterator[str]:
 
 def is_image_name(name: str) -> bool:
     """Whether a path with "/" between folders is that of an image, by its ending, and is not hidden."""
-    return name.lower().endswith(IMAGE_SUFFIXES) and not any(map(_hidden, name.split("/")))
+    return name.lower().endswith(IMAGE_SUFFIXES) and not is_hidden(name)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file, or a folder above it, is hidden, by its path with "/" between folders."""
+    return any(map(_hidden, name.split("/")))
 
 
 class ZipReader(FileReader):

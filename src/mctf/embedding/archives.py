@@ -4,7 +4,8 @@ The names of a tar file are read header by header, so that memory does not grow 
 images of an uncompressed local tar file themselves; other bytes are handed to them.
 """
 
-import os
+import hashlib
+import itertools
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from .._utils import first_line, optional_import, plural
 from ..data.decode import DEFAULT_LIMITS, ReadLimits, UnreadableError
 from ..data.readers import is_image_name
 from ..errors import MctfError, did_you_mean
-from .names import is_url, open_binary, read_location, read_span
+from .names import file_checksum, is_url, open_binary, read_location, read_span, resolve_beside, short_name
 
 _IMAGE_COLUMNS = ("image", "images", "img", "bytes", "image_bytes", "content", "jpg", "png")
 _PATH_COLUMNS = ("path", "image_path", "file", "filename", "url")
@@ -49,23 +50,33 @@ class TooLarge:
         raise UnreadableError(f"it takes {self.size:,} bytes")
 
 
+class Link:
+    """In place of the bytes of an entry that has none of its own: a link, or a device."""
+
+    def __init__(self, member: tarfile.TarInfo) -> None:
+        self.reason = f"it is a link to {member.linkname}" if member.linkname else "it is no regular file"
+
+    def content(self, limits: ReadLimits) -> bytes:
+        raise UnreadableError(self.reason, "pack the image itself (tar --dereference --hard-dereference)")
+
+
 @dataclass(frozen=True)
 class Tar:
     """One tar file, as those of webdataset: images of any ending, in order; its other files are left out."""
 
     name: str
+    checksum: str
     limits: ReadLimits = DEFAULT_LIMITS
     count: None = None
     indexed: bool = False
 
     @classmethod
     def open(cls, path: str, limits: ReadLimits) -> "Tar":
-        open_binary(path).close()
-        return cls(path, limits)
+        return cls(path, file_checksum(path), limits)
 
     def items(self, start: int, stop: int | None) -> Iterator[tuple[str, str, Any]]:
         in_place = not is_url(self.name) and self.name.lower().endswith(".tar")
-        previous = None
+        seen = _Keys()
         with open_binary(self.name) as file:
             try:
                 mode: Any = "r:" if in_place else "r|*"
@@ -73,26 +84,23 @@ class Tar:
                     for member in iter(archive.next, None):
                         archive.members = []  # type: ignore[attr-defined]  # else it keeps all that it has read
                         name = member.name.removeprefix("./")
-                        if not member.isreg() or not is_image_name(name):
+                        if member.isdir() or not is_image_name(name):
                             continue
                         place: Any = (member.offset_data, member.size)
-                        if not in_place:
+                        if not member.isreg():
+                            place = Link(member)
+                        elif not in_place:
                             fits = member.size <= self.limits.max_bytes
                             content = archive.extractfile(member)
                             place = content.read() if fits and content is not None else TooLarge(member.size)
-                        key = name[: -len(PurePosixPath(name).suffix)]
-                        if key == previous:  # a sample with several images
-                            yield name, f"{self.name}/{name}", place
-                        else:
-                            yield key, f"{self.name}/{name}", place
-                        previous = key
+                        yield seen.key_of(name), f"{self.name}/{name}", place
             except Exception as failure:  # of tarfile, of decompression, and of any file system behind a URL
                 raise MctfError(
                     f"{self.name} cannot be read as a tar file ({first_line(failure)}): download it again"
                 ) from None
 
     def read(self, place: Any, limits: ReadLimits) -> bytes:
-        if isinstance(place, TooLarge):
+        if isinstance(place, (TooLarge, Link)):
             return place.content(limits)
         if isinstance(place, bytes):
             return place
@@ -100,7 +108,27 @@ class Tar:
         return read_span(self.name, offset, size, limits)
 
     def fingerprint(self) -> str:
-        return os.path.basename(self.name)  # without its size: a damaged file may be replaced by a whole one
+        return short_name(self.name)  # without its checksum: a damaged file may be replaced by a whole one
+
+
+class _Keys:
+    """Keys of one tar file, each given once: a name without its ending, with it, or with a number behind it."""
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()  # digests: names are longer
+
+    def key_of(self, name: str) -> str:
+        for key in self._candidates(name):
+            digest = hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest()
+            if digest not in self._seen:
+                break
+        self._seen.add(digest)
+        return key
+
+    def _candidates(self, name: str) -> Iterator[str]:
+        yield name[: -len(PurePosixPath(name).suffix)]
+        yield name  # of a sample with several images
+        yield from (f"{name}#{number}" for number in itertools.count(2))  # of an entry that the file has twice
 
 
 @dataclass(frozen=True)
@@ -108,6 +136,7 @@ class Parquet:
     """One parquet file with a column of encoded images (bytes, or structs of bytes and path) or of paths."""
 
     name: str
+    checksum: str
     count: int
     column: str
     key_column: str | None
@@ -136,7 +165,7 @@ class Parquet:
                 key_column = next((name for name in usual if not _repeated(parquet, name)), None)
             elif repeated := _repeated(parquet, key_column):
                 raise MctfError(f"column {key_column} of {path} has {repeated}: name one with a key per image")
-            return cls(path, parquet.metadata.num_rows, column, key_column)
+            return cls(path, file_checksum(path), parquet.metadata.num_rows, column, key_column)
 
     def items(self, start: int, stop: int | None) -> Iterator[tuple[str, str, Any]]:
         stop = self.count if stop is None else stop
@@ -168,14 +197,20 @@ class Parquet:
         if isinstance(place, dict):
             place = place.get("bytes") or place.get("path")
         if isinstance(place, str):
-            relative = not is_url(place) and not is_url(self.name)
-            return read_location(os.path.join(os.path.dirname(self.name), place) if relative else place, limits)
+            return read_location(resolve_beside(self.name, place), limits)
         if place is None:
             raise UnreadableError("its row is empty", "fill or remove it")
         return place
 
     def fingerprint(self) -> str:
-        return f"{os.path.basename(self.name)} {self.column} {self.key_column}"
+        return f"{short_name(self.name)} {self.column} {self.key_column}"
+
+
+def has_image_column(path: str) -> bool:
+    """Whether a parquet file holds encoded images under one of the usual names."""
+    with open_binary(path) as file:
+        schema = {each.name: str(each.type) for each in _parquet_file(path, file).schema_arrow}
+    return any(schema.get(name, "").startswith(("binary", "large_binary", "struct<bytes")) for name in _IMAGE_COLUMNS)
 
 
 def _repeated(parquet: Any, column: str) -> str | None:

@@ -25,11 +25,14 @@ from ..data.decode import UnreadableError, decode_image
 from ..errors import MctfError, is_out_of_memory, shown
 from ..evaluation.environment import pick_device, set_threads
 from ..hosts import find_host
+from ..hosts.hf import holds_tower
 from ..methods.base import check_bool, check_choice, check_whole
+from ..models.hf_images import ImageModel, processor_config, read_preprocessing
 from ..models.loading import copy_sharing_weights, load_described
+from ..models.open_clip_images import OpenClipImages
 from ..planning import FusionRequest, ScheduleSource, plan
 from .names import read_location
-from .vectors import VECTORS, Outputs, VectorReader, check_top_k, protected_tokens, reads_every_token, resolve_vector
+from .vectors import VECTORS, Outputs, VectorReader, check_top_k, prefix_tokens, reads_every_token, resolve_vector
 
 METHOD = "ward"  # closest to the unfused model at equal cost
 VECTOR_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -55,7 +58,8 @@ class Embedder:
         embed = mctf.Embedder("deit_small_patch16_224", flops=0.56, normalize=True)
         vectors = embed(["cat.jpg", "dog.jpg"])        # float32, 2 D
 
-    model: a name as of `mctf embed`, or a model, of which a copy is taken; one that is fused stays as it is.
+    model: a name as of `mctf embed`, or a model of timm, open_clip or transformers, of which a copy is taken; one that
+        is fused stays as it is. processor: the image processor of a model of transformers.
     weights: a file. random_weights: none. r=0: the unfused model. options: of the method.
     vector: "auto" (the projection of CLIP, else what the model's head reads), "class", "mean" (of patches),
         "attention", "projection" or "logits". normalize: to length 1. vector_dtype: "fp32" or "fp16".
@@ -72,6 +76,7 @@ class Embedder:
         self,
         model: str | nn.Module,
         *,
+        processor: Any = None,
         weights: str | PathLike[str] | None = None,
         random_weights: bool = False,
         method: str | None = None,
@@ -107,8 +112,11 @@ class Embedder:
             raise MctfError(f"{request.method.name} keeps as many tokens as each image needs: leave out compile")
         if not isinstance(model, (str, nn.Module)):
             raise MctfError(f"model={shown(model)} is neither a name nor a model")
+        if processor is not None and (isinstance(model, str) or not holds_tower(model)):
+            raise MctfError("processor belongs to a model of transformers that is passed as an object: leave it out")
         if isinstance(model, nn.Module):
-            _check_module(model, [name for name, value in given.items() if value is not None])
+            model = _image_model(model, processor)
+            _check_unfused(model, [name for name, value in given.items() if value is not None])
         self.model = model
         self.weights = None if weights is None else Path(weights)
         self.random_weights = random_weights
@@ -212,6 +220,11 @@ class Embedder:
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.inference_mode():
                 outputs = loaded.read(pixels)
+                if len(outputs[0]) != len(pixels):
+                    raise MctfError(
+                        f"the model gives {len(outputs[0])} vectors for {len(pixels)} images: use one that gives "
+                        "one per image"
+                    )
                 if self.compile and loaded.device.type == "cuda":  # the next replay of the graph overwrites its outputs
                     return tuple(output[:count].clone() for output in outputs)
                 return tuple(output[:count] for output in outputs)
@@ -240,7 +253,7 @@ class Embedder:
                 raise
             raise MctfError(f"{device} has too little memory for the model: choose another device") from None
         read = VectorReader(
-            model, kind, protected_tokens(model), self.normalize, VECTOR_DTYPES[self.vector_dtype], self.top_k
+            model, kind, prefix_tokens(model), self.normalize, VECTOR_DTYPES[self.vector_dtype], self.top_k
         )
         mean, std = (
             torch.tensor(each, device=device).view(3, 1, 1) for each in (preprocessing.mean, preprocessing.std)
@@ -269,17 +282,35 @@ class Embedder:
         return loaded
 
 
-def _check_module(model: nn.Module, settings: list[str]) -> None:
-    """Raise MctfError for a model without timm's methods, and for settings of the fusion where it is fused already."""
-    name = type(model).__name__
+def _image_model(model: nn.Module, processor: Any) -> nn.Module:
+    """A model with timm's methods around the same weights; raises MctfError for one that cannot have them."""
+    name = f"{type(model).__module__}.{type(model).__name__}"
+    if isinstance(model, (ImageModel, OpenClipImages)):
+        return model
+    if holds_tower(model):
+        find_host(model)  # raises MctfError where it cannot be fused
+        if processor is None:
+            raise MctfError(
+                f"{name} does not say how images are prepared: pass processor=AutoImageProcessor.from_pretrained(NAME) "
+                "too, or the name of the model as hf:NAME instead"
+            )
+        preprocessing = read_preprocessing(processor_config(processor))
+        return ImageModel.of(model, preprocessing, keep_projection=True).train(model.training)
+    if type(model).__module__.startswith("open_clip."):
+        return OpenClipImages.of(model).train(model.training)
     if not (hasattr(model, "forward_features") and hasattr(model, "forward_head")):
-        cure = "pass a model of timm, or a name"
-        if type(model).__module__.startswith("transformers."):
-            cure = "pass its name as hf:NAME, or hf:FOLDER after save_pretrained"
-        if type(model).__module__.startswith("open_clip."):
-            cure = "pass timm's model of these weights, as vit_base_patch32_clip_224.openai"
-        raise MctfError(f"{name} has no forward_features and forward_head, from which vectors are read: {cure}")
+        find_host(model)
+        raise MctfError(
+            f"{name} has no forward_features and forward_head, from which vectors are read: pass a model of timm, "
+            "open_clip or transformers, or a name"
+        )
+    return model
+
+
+def _check_unfused(model: nn.Module, settings: list[str]) -> None:
+    """Raise MctfError for settings of the fusion where the model is fused already."""
     if settings and find_stack(model) is not None:
+        name = type(getattr(model, "model", getattr(model, "visual", model))).__name__
         raise MctfError(f"this {name} is fused already: leave out {', '.join(settings)}, or mctf.unfuse(model) first")
 
 

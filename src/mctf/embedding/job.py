@@ -21,12 +21,15 @@ from ..errors import MctfError, shown
 from ..evaluation.environment import describe_device, versions
 from .embedder import Embedder
 from .gpu_decode import check_gpu_decoding
+from .names import location_size
 from .pipeline import Clock, Pipeline
-from .sources import SHARD_SIZE, Item, Shard, Source
+from .sources import SHARD_SIZE, Files, Item, Shard, Source
 from .writers import Layout, ShardWriter, check_format
 
 MANIFEST = "manifest.json"
 _CURE = "name another --output, or repeat that setting"
+_PACKAGES = ("torch", "timm", "triton")  # versions of which may round differently
+_PROBES = 8  # finished shards of a folder whose first image is looked at
 _PATIENCE = 60.0  # seconds for which another process may hold the manifest
 _DIGEST_NAMES = {"weights": "the weights", "source": "the images", "preprocessing": "the preprocessing"}
 
@@ -35,12 +38,11 @@ Tick = Callable[[int, str], object]  # called with a number of images and what b
 
 @dataclass(frozen=True)
 class ShardReport:
-    """One shard: images, failures, and the first of these. unfinished: why it is not written, None for one that is."""
+    """One shard: images and failures. unfinished: why it is not written, None for one that is."""
 
     number: int
     images: int = 0
     failed: int = 0
-    first_failure: str | None = None
     unfinished: str | None = None
 
 
@@ -76,6 +78,7 @@ class EmbedJob:
         loaded = embedder.loaded
         facts = {name: loaded.facts[name] for name in ("vector", "method", "method_options", "schedule", "dimension")}
         settings = {
+            "version": __version__,
             "model": self.name,
             "weights": loaded.weights,
             **facts,
@@ -83,6 +86,7 @@ class EmbedJob:
             "top_k": embedder.top_k,
             "vector_dtype": embedder.vector_dtype,
             "dtype": embedder.dtype,
+            "batch_size": embedder.batch_size,
             "compile": embedder.compile,
             "preprocessing": asdict(loaded.preprocessing),
             "decode": self.decode,
@@ -94,15 +98,21 @@ class EmbedJob:
         }
         return json.loads(json.dumps(settings))  # as they are read back
 
-    def prepare(self, *, command: str | None = None) -> None:
-        """Create the folder and its manifest, or check that they belong to this job."""
+    def prepare(self, *, command: str | None = None) -> str | None:
+        """Create the folder and its manifest, or check that they belong to this job.
+
+        Returns a note where other versions of packages began it, whose vectors may differ in their last bits.
+        """
         check_format(self.form)
         settings = self.settings()
         path = self.output / MANIFEST
         with self._manifest_lock() as folder:
             if path.exists():
-                self._compare(read_json(path, str(path), "name another --output", most=1 << 26), settings)
-                return
+                manifest = read_json(path, str(path), "name another --output", most=1 << 26)
+                self._compare(manifest, settings)
+                self._compare_archives()
+                self._compare_files()
+                return self._other_versions(manifest)
             strangers = [name for name in os.listdir(self.output) if not name.startswith(".")]
             if strangers:
                 raise MctfError(
@@ -110,19 +120,19 @@ class EmbedJob:
                 )
             facts = self.embedder.loaded.facts
             manifest = {
-                "version": __version__,
                 "settings": settings,
                 "weights_file": None if self.embedder.weights is None else str(self.embedder.weights),
                 "data": self.source.name,
                 "images_listed": self.source.count,
                 "gflops": facts["gflops"],
                 "gflops_base": facts["gflops_base"],
-                "batch_size": self.embedder.batch_size,
+                "device": None,  # of the first process that computes
                 "versions": versions(),
                 "command": command,
                 "counts": {"shards_finished": 0, "images": 0, "failed": 0},
             }
             self._write_manifest(folder, manifest)
+        return None
 
     def check_device(self) -> None:
         """Raise MctfError where the device of this process cannot do the job."""
@@ -138,6 +148,7 @@ class EmbedJob:
 
     def run(self, numbers: Sequence[int], tick: Tick = lambda images, text: None) -> Generator[ShardReport]:
         """Embed these shards in order, and yield a report of each as soon as it is finished, or cannot be."""
+        self._record_device()
         run = _Run(self, numbers)
         try:
             yield from run.shards(tick)
@@ -161,6 +172,62 @@ class EmbedJob:
                 self._write_manifest(folder, manifest | {"counts": counts})
         return counts
 
+    def first_failure(self) -> str | None:
+        """Why the first of the unreadable images of finished shards is not readable."""
+        stats = map(self.layout.read_stats, range(len(self.shards)))
+        return next((each["failures"][0]["reason"] for each in stats if each and each.get("failures")), None)
+
+    def _record_device(self) -> None:
+        """Write the type of device of this process into the manifest, or check that it is the one there."""
+        path, kind = self.output / MANIFEST, self.embedder.loaded.device.type
+        with self._manifest_lock() as folder:
+            manifest = read_json(path, str(path), "embed into another folder", most=1 << 26)
+            before = manifest.get("device")
+            if before is None:
+                self._write_manifest(folder, manifest | {"device": kind})
+            elif before != kind:
+                raise self._differs("device", shown(before, 20), shown(kind))
+
+    def _compare_archives(self) -> None:
+        """Raise MctfError where an archive is no longer the file whose images a finished shard holds."""
+        layout, parts = self.layout, self.source.parts
+        for number, shard in enumerate(self.shards):
+            part = parts[shard.part]
+            stats = layout.read_stats(number) if part.checksum is not None else None
+            if stats is not None and stats.get("checksum") != part.checksum:
+                raise MctfError(
+                    f"{part.name} is another file than the one whose vectors {self.output} holds: name another "
+                    f"--output, or remove {layout.stats(number).name} to embed it again"
+                )
+
+    def _compare_files(self) -> None:
+        """Raise MctfError where the first image of a finished shard has another size: files of the same names."""
+        layout, shards = self.layout, self.shards
+        numbers = [number for number, shard in enumerate(shards) if isinstance(self.source.parts[shard.part], Files)]
+        step = max(1, len(numbers) // _PROBES)
+        for number in numbers[::step]:
+            stats = layout.read_stats(number) or {}
+            key, size = stats.get("first_key"), stats.get("first_bytes")
+            path = next((item.path for item in self.source.items(shards[number]) if item.key == key), None)
+            here = None if path is None or size is None else location_size(path)
+            if here not in (None, size):
+                raise MctfError(
+                    f"{path} has {here:,} bytes, and had {size:,} when {self.output} was written: name another "
+                    f"--output, or remove {layout.stats(number).name} to embed it again"
+                )
+
+    def _other_versions(self, manifest: dict[str, Any]) -> str | None:
+        before, here = manifest.get("versions"), versions()
+        if not isinstance(before, dict):
+            return None
+        changed = [name for name in _PACKAGES if before.get(name) != here.get(name)]
+        if not changed:
+            return None
+        differences = ", ".join(
+            f"{name} {shown(before.get(name), 40)} there, {here.get(name)!r} here" for name in changed
+        )
+        return f"{self.output} was begun with other packages ({differences}): vectors may differ in their last bits"
+
     def _compare(self, manifest: dict[str, Any], settings: dict[str, Any]) -> None:
         before = manifest.get("settings")
         if not isinstance(before, dict):
@@ -182,10 +249,13 @@ class EmbedJob:
                 key = next(key for key in new | old if new.get(key) != old.get(key))
                 what, old, new = f"{what} ({key})", old.get(key), new.get(key)
             old, new = shown(old, 60), shown(new, 60)
-        others = f"; {', '.join(different[1:4])} differ, too" if different[1:] else ""
-        raise MctfError(
-            f"{self.output} holds vectors of another run, which differs in {what}: {old} there, {new} here"
-            f"{others}: {_CURE}"
+        raise self._differs(what, old, new, others=different[1:])
+
+    def _differs(self, what: str, old: object, new: object, *, others: Sequence[str] = ()) -> MctfError:
+        more = f"; {', '.join(others[:3])} differ, too" if others else ""
+        return MctfError(
+            f"{self.output} holds vectors of another run, which differs in {what}: {old} there, {new} here{more}: "
+            f"{_CURE}"
         )
 
     def _write_manifest(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -325,12 +395,17 @@ class _Run:
             return ShardReport(number, unfinished=self.lost[number])
         now = time.perf_counter()
         seconds = now - self.began
+        part = self.job.source.parts[self.all_shards[number].part]
+        first_key, path = writer.first or (None, None)
         facts = {
             "seconds": round(seconds, 4),
             "images_per_second": round(writer.images / seconds, 2),
             **self.clock.shares(),
             "bound": self.clock.bound,
             "batch_size": self.job.embedder.batch_size,
+            "checksum": part.checksum,
+            "first_key": first_key,
+            "first_bytes": location_size(path) if path is not None and isinstance(part, Files) else None,
             "device": describe_device(self.job.embedder.loaded.device),
             "versions": versions(),
         }
@@ -341,7 +416,7 @@ class _Run:
             setattr(self.total, name, getattr(self.total, name) + getattr(self.clock, name))
             setattr(self.clock, name, 0.0)
         self.began = time.perf_counter()
-        return ShardReport(number, writer.images, writer.failed, writer.few[0]["reason"] if writer.few else None)
+        return ShardReport(number, writer.images, writer.failed)
 
 
 def _listed(count: object) -> str:

@@ -2,8 +2,10 @@
 
 import errno
 import glob
+import hashlib
 import itertools
 import os
+import posixpath
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +21,9 @@ from ..errors import MctfError, shown
 _BLOCK = 1024  # names per compressed block
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_FILES = 1_000_000  # of one pattern
+_SPAN, _SPANS = 2**14, 4  # bytes of a file that its checksum takes at each of several places
+_REMOTE_FACTS = ("ETag", "etag", "md5Hash", "content_md5", "sha256", "crc32c")
+_REMOTE_TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 # Errors of one file, which another attempt meets again; others come from disks and networks.
 _LASTING = frozenset(
     (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EINVAL)
@@ -144,6 +149,58 @@ def open_binary(path: str) -> Any:
     except Exception as failure:
         reason = getattr(failure, "strerror", None) or first_line(failure)
         raise MctfError(f"{path} cannot be opened ({reason}): check the name") from None
+
+
+def file_checksum(path: str) -> str:
+    """What tells a file from another of its name: its size and 64 KiB of it, from its start to its end.
+
+    Behind a URL the size and the checksum that the server tells, else the time of the last change.
+    """
+    checksum = hashlib.blake2b(digest_size=16)
+    with open_binary(path) as file:
+        if is_url(path):
+            system, name = file_system(path)
+            facts: dict[str, Any] = {}
+            with suppress(Exception):  # a server that tells nothing
+                facts = system.info(name)
+            found = next((facts[each] for each in (*_REMOTE_FACTS, *_REMOTE_TIMES) if facts.get(each)), None)
+            checksum.update(f"{facts.get('size')} {found}".encode())
+            return checksum.hexdigest()
+        try:
+            size = os.fstat(file.fileno()).st_size
+            checksum.update(f"{size}".encode())
+            for place in range(_SPANS):
+                checksum.update(os.pread(file.fileno(), _SPAN, max(size - _SPAN, 0) * place // (_SPANS - 1)))
+        except OSError as failure:
+            raise MctfError(f"{path} cannot be read ({describe_os_error(failure)}): check the disk") from None
+    return checksum.hexdigest()
+
+
+def resolve_beside(file: str, path: str) -> str:
+    """A path that a file names: a URL or an absolute path as it is, others from the folder of the file on."""
+    if is_url(path) or os.path.isabs(path):
+        return path
+    if not is_url(file):
+        return os.path.join(os.path.dirname(file), path)
+    protocol, _, place = file.partition("://")
+    whole = posixpath.join(posixpath.dirname(place), path)
+    if {".", ".."} & set(path.split("/")):  # which object stores do not resolve; other names stay as they are
+        whole = posixpath.normpath(whole)
+    return f"{protocol}://{whole}"
+
+
+def location_size(path: str) -> int | None:
+    """Bytes of a file or URL; None where that is not known."""
+    with suppress(Exception):  # exceptions of file systems are of any type
+        if not is_url(path):
+            return os.path.getsize(path)
+        system, name = file_system(path)
+        return system.info(name)["size"]
+    return None
+
+
+def short_name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

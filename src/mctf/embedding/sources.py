@@ -4,10 +4,13 @@ A source is divided into shards by its names and counts alone, so that every run
 """
 
 import hashlib
+import itertools
 import os
 import stat
+import zipfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +22,7 @@ from PIL import Image
 from .._utils import first_line, plural
 from ..data.decode import DEFAULT_LIMITS, ReadLimits, decode_image, describe_kind, describe_os_error
 from ..data.hub_reader import HUB_PREFIX
-from ..data.readers import IMAGE_SUFFIXES, ZipReader, is_image_name, open_reader, walk_files
+from ..data.readers import IMAGE_SUFFIXES, ZipReader, is_hidden, is_image_name, open_reader, walk_files
 from ..errors import MctfError
 from .names import (
     CompactNames,
@@ -29,6 +32,7 @@ from .names import (
     is_url,
     open_binary,
     read_location,
+    resolve_beside,
     short_names,
     split_sources,
 )
@@ -82,6 +86,11 @@ class Part(Protocol):
         """A checksum of names and counts, without reading an image."""
         ...
 
+    @property
+    def checksum(self) -> str | None:
+        """Of the content of an archive, whose names only reading tells; None where the fingerprint tells enough."""
+        ...
+
 
 @dataclass(frozen=True)
 class Source:
@@ -119,7 +128,7 @@ class Source:
         return short_names([part.name for part in self.parts])
 
     def sample(self, count: int) -> Iterator[Item]:
-        """`count` images, evenly spaced where they can be read in any order, else the first ones."""
+        """`count` images, evenly spaced where they can be read in any order, else the first ones of every part."""
         total = self.count
         if total is not None and all(part.indexed for part in self.parts):
             starts, number = [0], min(count, total)
@@ -130,12 +139,17 @@ class Source:
                 start = index - starts[part_number]
                 yield from self.items(Shard(part_number, start, start + 1))
             return
-        found = 0
-        for shard in self.shards(SHARD_SIZE):
-            for item in self.items(shard):
-                if found == count:
-                    return
-                found += 1
+        total, taken = len(self.parts), [0] * len(self.parts)
+        chosen = range(total) if count >= total else [place * total // count for place in range(count)]
+        shares = [(number, len(chosen) - place) for place, number in enumerate(chosen)]
+        shares += [(number, 1) for number in range(total)]  # where some have fewer images than their share
+        for number, parts_left in shares:
+            share = -(-(count - sum(taken)) // parts_left)
+            if share == 0:
+                return
+            items = self.items(Shard(number, 0, self.parts[number].count))
+            for item in itertools.islice(items, taken[number], taken[number] + share):
+                taken[number] += 1
                 yield item
 
     def content(self, item: Item) -> bytes | Image.Image:
@@ -162,13 +176,14 @@ class Source:
 class Files:
     """Image files one by one: of a folder, below a URL, or named in a text file.
 
-    root: before every name, "" where names are whole paths.
+    root: a file or "folder/" beside which names lie that are no whole paths.
     """
 
     name: str
     root: str
     names: CompactNames
     indexed: bool = True
+    checksum: None = None
 
     @property
     def count(self) -> int:
@@ -176,7 +191,7 @@ class Files:
 
     def items(self, start: int, stop: int | None) -> Iterator[tuple[str, str, Any]]:
         for name in self.names.slice(start, self.count if stop is None else stop):
-            path = f"{self.root}{name}"
+            path = resolve_beside(self.root, name)
             yield name, path, path
 
     def read(self, place: str, limits: ReadLimits) -> bytes:
@@ -196,6 +211,7 @@ class Indexed:
     name: str
     reader: Any
     indexed: bool = True
+    checksum: None = None
 
     @property
     def count(self) -> int:
@@ -304,7 +320,6 @@ def _kind_of(path: str) -> str:
 
 def _open_list(path: str) -> Part:
     """One path or URL per line; relative paths start at the folder of the file."""
-    folder = "" if is_url(path) else os.path.dirname(os.path.abspath(path))
 
     def lines() -> Iterator[str]:
         with open_binary(path) as file:
@@ -316,7 +331,7 @@ def _open_list(path: str) -> Part:
                 if "\0" in text:
                     raise MctfError(f"line {number} of {path} holds a null byte: expected one path per line")
                 if text:
-                    yield text if is_url(text) or not folder else os.path.join(folder, text)
+                    yield text
 
     hashes = array("q")  # a set of the lines would take ten times the memory
 
@@ -330,11 +345,14 @@ def _open_list(path: str) -> Part:
         raise MctfError(f"{path} is empty: expected one path per line")
     if several := len(names) - len(np.unique(np.asarray(hashes))):
         raise MctfError(f"{path} repeats {plural(several, 'line')}, and lines are keys: remove them (sort -u)")
-    return Files(path, "", names)
+    return Files(path, path if is_url(path) else os.path.abspath(path), names)
 
 
 def _open_folder(path: str, **options: Any) -> list[Part]:
-    """The images below a folder; of a folder without images its tar or parquet files."""
+    """The images below a folder, and its zip, tar and parquet files.
+
+    A zip file without images is left out. Beside images, so is a parquet file without encoded ones, a table about them.
+    """
     other: list[str] = []
     seen = 0
 
@@ -344,18 +362,36 @@ def _open_folder(path: str, **options: Any) -> list[Part]:
             seen += 1
             if is_image_name(name):
                 yield name
-            elif name.lower().endswith((*_TARS, ".parquet")) and "/" not in name:
+            elif name.lower().endswith((*_TARS, ".zip", ".parquet")) and not is_hidden(name):
                 other.append(name)
 
     root = path.rstrip("/") + "/"
     names = CompactNames(images(_remote_files(path) if is_url(path) else walk_files(Path(path))))
+    archives = [
+        part
+        for name in sorted(other)
+        if _holds_images(root + name, column=options["column"], alone=not len(names))
+        for part in _open_part(root + name, **options)
+    ]
     if len(names):
-        return [Files(path, root, names)]
-    if other:
-        return [part for name in sorted(other) for part in _open_part(root + name, **options)]
+        return [Files(path, root, names), *archives]
+    if archives:
+        return archives
     if not seen:
         raise MctfError(f"{path} is empty: expected images, tar files or parquet files")
     raise MctfError(f"{path} holds no images: expected files ending in {', '.join(IMAGE_SUFFIXES)}")
+
+
+def _holds_images(path: str, *, column: str | None, alone: bool) -> bool:
+    """Whether an archive in a folder is a part of the source. alone: there are no image files beside it."""
+    from .archives import has_image_column
+
+    if path.lower().endswith(".parquet"):
+        return alone or column is not None or has_image_column(path)
+    if path.lower().endswith(".zip") and not is_url(path):
+        with suppress(Exception), zipfile.ZipFile(path) as archive:  # `ZipReader` says what is wrong with it
+            return any(map(is_image_name, archive.namelist()))
+    return True
 
 
 def _remote_files(url: str) -> list[str]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.data import infer_imagenet_subset
 from torch import Tensor, nn
 
 from ..errors import MctfError
 from ..hosts import find_host
 from ..models.hf_images import ImageModel
+from ..models.open_clip_images import OpenClipImages
 
 VECTORS = ("auto", "class", "mean", "attention", "projection", "logits")
 
@@ -24,13 +26,13 @@ Outputs = tuple[Tensor, ...]  # vectors B D; with top-k also probabilities B k a
 class VectorReader:
     """From preprocessed images, B 3 H W, to one vector per image.
 
-    kind: resolved, see `resolve_vector`. protected: leading tokens that are no patches.
+    kind: resolved, see `resolve_vector`. prefix: leading tokens of the features that are no patches.
     normalize: to length 1. dtype: of the vectors. top_k: classes to return beside them; 0 for none.
     """
 
     model: Any
     kind: str
-    protected: int
+    prefix: int
     normalize: bool
     dtype: torch.dtype
     top_k: int = 0
@@ -63,14 +65,14 @@ class VectorReader:
         if self.kind in ("class", "mean"):
             return self._of_tokens(self.model.forward_tokens(images)), lambda: self.model(images)
         features = self.model.forward_features(images)
-        if self.kind == "projection" and hasattr(self.model, "projection"):
+        if self.kind == "projection" and self.model.has_projection:
             return self.model.projection(features.pooled), lambda: features.logits
         return features.logits if self.kind == "logits" else features.pooled, lambda: features.logits
 
     def _of_tokens(self, tokens: Any) -> Tensor:
         if not isinstance(tokens, Tensor) or tokens.dim() != 3:
             raise MctfError(f"the model does not give its tokens for a {self.kind} vector: use --vector auto")
-        vectors = tokens[:, 0] if self.kind == "class" else tokens[:, self.protected :].mean(dim=1)
+        vectors = tokens[:, 0] if self.kind == "class" else tokens[:, self.prefix :].mean(dim=1)
         norm = getattr(self.model, "fc_norm", None)  # timm's models that pool by mean normalize afterwards
         return vectors if norm is None else norm(vectors)
 
@@ -84,13 +86,13 @@ def resolve_vector(model: Any, kind: str) -> str:
     name = type(getattr(model, "model", model)).__name__ if isinstance(model, ImageModel) else type(model).__name__
     if kind == "auto":
         return "projection" if _has_projection(model) else "auto"
-    if kind == "class" and not host.class_token:
+    if kind == "class" and not host.class_feature:
         raise MctfError(f"{name} has no class token: use --vector mean, or auto for what its head reads")
     if kind == "logits" and not _num_classes(model):
         raise MctfError(f"{name} has no classifier: use --vector auto")
     if kind == "attention" and not _pools_by_attention(model):
         raise MctfError(f"{name} has no attention pooling: use --vector auto for what its head reads")
-    if kind == "projection" and not (_has_projection(model) or _pools_by_attention(model)):
+    if kind == "projection" and not (_has_projection(model) or _pools_into_shared_space(model)):
         raise MctfError(
             f"{name} has no projection into a space shared with texts, as CLIP and SigLIP have: use --vector auto"
         )
@@ -109,8 +111,10 @@ def check_top_k(model: Any, top_k: int) -> None:
         raise MctfError(f"the model {why}: --top-k {top_k} needs at least {top_k}")
 
 
-def protected_tokens(model: nn.Module) -> int:
-    return find_host(model).architecture(None).protected
+def prefix_tokens(model: nn.Module) -> int:
+    """Leading tokens after all blocks that are no patches."""
+    host = find_host(model)
+    return host.architecture(None).protected + int(host.class_feature and not host.class_token)
 
 
 def _num_classes(model: Any) -> int:
@@ -119,16 +123,32 @@ def _num_classes(model: Any) -> int:
 
 
 def _has_projection(model: Any) -> bool:
-    """CLIP of transformers, or of timm, whose head is the projection unless it was fine-tuned for other outputs."""
-    if isinstance(model, ImageModel):
-        return hasattr(model, "projection")
-    config = getattr(model, "pretrained_cfg", None) or {}
-    is_clip = "_clip_" in str(config.get("architecture", "")) and "ft_in" not in str(config.get("tag", ""))
-    outputs = getattr(model, "num_classes", 0)
-    return is_clip and bool(outputs) and outputs == config.get("num_classes", outputs)
+    """Whether pooled features are projected into the space that images share with texts.
+
+    timm keeps the projection of CLIP as the head: one linear layer without bias, or with one of zeros, and as many
+    outputs as were published, which are the classes of no data set.
+    """
+    if isinstance(model, (ImageModel, OpenClipImages)):
+        return model.has_projection
+    config, head = getattr(model, "pretrained_cfg", None) or {}, getattr(model, "head", None)
+    published = config.get("num_classes") or 0
+    if not isinstance(head, nn.Linear) or head.out_features != published or config.get("label_names"):
+        return False
+    biased = head.bias is not None and bool(head.bias.any())
+    return not biased and infer_imagenet_subset({"num_classes": published}) is None
 
 
 def _pools_by_attention(model: Any) -> bool:
-    if isinstance(model, ImageModel):
-        return "siglip" in type(model.model).__module__ and getattr(model.model, "use_head", True)
+    if isinstance(model, (ImageModel, OpenClipImages)):
+        return model.pools_by_attention
     return getattr(model, "attn_pool", None) is not None
+
+
+def _pools_into_shared_space(model: Any) -> bool:
+    """SigLIP, which has no projection: its attention pooling gives vectors of that space."""
+    if not _pools_by_attention(model) or _num_classes(model):
+        return False
+    if isinstance(model, ImageModel):
+        return "siglip" in type(model.model).__module__
+    published = (getattr(model, "pretrained_cfg", None) or {}).get("num_classes")
+    return published == 0  # of others, a classifier was removed

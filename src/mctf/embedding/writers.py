@@ -222,6 +222,7 @@ class ShardWriter:
     def __init__(self, layout: Layout, number: int) -> None:
         self.layout, self.number = layout, number
         self.images = self.failed = 0
+        self.first: tuple[str, str] | None = None  # key and path of the first image
         self.few: list[dict[str, str]] = []
         self._table: Table | None = None
         self._failures: IO[str] | None = None
@@ -235,10 +236,14 @@ class ShardWriter:
 
     def add(self, keys: Sequence[str], paths: Sequence[str], arrays: Arrays) -> None:
         assert self._table is not None
+        if len({len(keys), len(paths), *map(len, arrays or [()])}) > 1:
+            vectors = min(map(len, arrays), default=0)
+            raise MctfError(f"shard {self.number} has {vectors} vectors for {len(keys)} images: report this as a bug")
         if len(keys):
             with self._refusing():
                 self._table.add(keys, paths, arrays)
             self.images += len(keys)
+            self.first = self.first or (keys[0], paths[0])
 
     def fail(self, key: str, path: str, reason: str) -> None:
         """List an image that is not readable."""

@@ -54,6 +54,7 @@ _HOSTS = {
     ("timm.models.vision_transformer_relpos", "VisionTransformerRelPos"): ("timm_relpos", "TimmRelPos"),
     ("timm.models.naflexvit", "NaFlexVit"): ("timm_naflex", "TimmNaFlex"),
     ("mctf.models.hf_images", "ImageModel"): ("hf", "HFVision"),
+    ("mctf.models.open_clip_images", "OpenClipImages"): ("open_clip", "OpenClipViT"),
     ("open_clip.transformer", "VisionTransformer"): ("open_clip", "OpenClipViT"),
 }
 _OPEN_CLIP = ("open_clip.model", "open_clip.coca_model")  # of the models around a VisionTransformer, their `visual`

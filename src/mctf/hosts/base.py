@@ -64,6 +64,11 @@ class Host(StackHost):
     def class_token(self) -> bool:
         """Whether the first token is a class token."""
 
+    @property
+    def class_feature(self) -> bool:
+        """Whether the first token after all blocks is a class token; CaiT adds one behind the fused blocks."""
+        return self.class_token
+
     @abstractmethod
     def architecture(self, image_size: tuple[int, int] | None) -> Architecture:
         """The model's shapes for images of this size; None for its own size."""

@@ -55,7 +55,7 @@ def cost_around_layers(
     Of the whole model where it takes images alone, else of its tower. Heads and decoders are many, so the model runs
     once on the meta device, with layers that return their tokens unchanged.
     """
-    if not _takes_images_alone(model):
+    if not _takes_images_alone(model) or _BESIDE & set(parameter_names(type(tower).forward)):
         model = tower
     if not _takes_images_alone(model):
         return _counted_by_parts(tower, size)

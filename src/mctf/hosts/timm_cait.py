@@ -43,6 +43,10 @@ class TimmCait(TimmHost):
         return False
 
     @property
+    def class_feature(self) -> bool:
+        return True
+
+    @property
     def protected(self) -> int:
         return 0
 

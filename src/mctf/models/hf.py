@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -47,7 +48,7 @@ def create_hf(
                 _check_files(transformers, source, config)
                 model = _load(transformers, source, config)
             else:
-                kind = _classifier_class(transformers, config)
+                kind = _classifier_class(transformers, config) or _unmapped_class(transformers, config)
                 model = (
                     transformers.AutoModel.from_config(config, trust_remote_code=False)
                     if kind is None
@@ -126,6 +127,24 @@ def _classifier_class(transformers: Any, config: Any) -> Any:
     return getattr(transformers, name, None) if "ForImageClassification" in name else None
 
 
+def _saved_class(config: Any) -> Any:
+    """The class that a model had when it was saved; None where transformers has none of this name."""
+    name = (getattr(config, "architectures", None) or [None])[0]
+    if not isinstance(name, str):
+        return None
+    package = type(config).__module__.replace(".configuration_", ".modeling_")
+    with suppress(ImportError):  # towers that only larger models name are in no list of transformers
+        return getattr(import_module(package), name, None)
+    return None
+
+
+def _unmapped_class(transformers: Any, config: Any) -> Any:
+    """The saved class of a part of a larger model, which AutoModel does not know; None where it does."""
+    if type(config) in transformers.MODEL_MAPPING:
+        return None
+    return _saved_class(config)
+
+
 def _check_files(transformers: Any, source: str, config: Any) -> None:
     """Raise MctfError for saved weights of integers, which transformers converts without a word."""
     if getattr(config, "quantization_config", None) is not None:
@@ -139,11 +158,13 @@ def _check_files(transformers: Any, source: str, config: Any) -> None:
 
 def _load(transformers: Any, source: str, config: Any) -> nn.Module:
     """The model with all of its weights; a pooler that was saved without weights is removed."""
-    kind = _classifier_class(transformers, config)
+    kind = _classifier_class(transformers, config) or _unmapped_class(transformers, config)
     options: dict[str, Any] = {"config": config, "output_loading_info": True}
     if kind is None:
         model, report = transformers.AutoModel.from_pretrained(source, trust_remote_code=False, **options)
-    else:
+        if any(not key.endswith("mask_token") and not key.startswith("pooler.") for key in report["missing_keys"]):
+            kind = _saved_class(config)  # AutoModel has parts that this one has not, as for BLIP without its text tower
+    if kind is not None:
         model, report = kind.from_pretrained(source, **options)
     missing = _check_report(model, source, report, optional="pooler.")
     if missing:

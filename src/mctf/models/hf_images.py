@@ -3,6 +3,7 @@
 Axes: B images, C channels, K classes.
 """
 
+import json
 import threading
 from dataclasses import dataclass
 from inspect import signature
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MctfError
-from ..hosts.hf import find_tower
+from ..hosts.hf import HFVision, find_tower
+from ..hosts.hf_sequences import PackedLayerOps
+from ..hosts.hf_towers import ops_class
 
 _HEADS = ("classifier", "cls_classifier")
 _RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by PIL's numbers
@@ -31,6 +34,7 @@ class ImageModel(nn.Module):
 
     pretrained_cfg: how images are prepared, as timm records it. num_classes: 0 for a model without classifier.
     projection: of pooled features into the space that images share with texts, where the model has one and it is kept.
+    class_token: whether the first token is one. protected: leading tokens that are no patches.
     """
 
     main_input_name = "pixel_values"
@@ -44,6 +48,8 @@ class ImageModel(nn.Module):
             self.projection = projection
         self.pretrained_cfg = pretrained_cfg
         self.num_classes = num_classes
+        host = HFVision.of(model)
+        self.class_token, self.protected = host.class_token, host.protected
         parameters = signature(type(model).forward).parameters
         self._interpolates = "interpolate_pos_encoding" in parameters
         self._shuffles = "noise" in parameters
@@ -62,8 +68,7 @@ class ImageModel(nn.Module):
         keep_projection: keep what `get_image_features` applies to the pooled features, a linear layer in CLIP.
         """
         _, tower = find_tower(model)
-        if not hasattr(tower.config, "image_size"):
-            raise MctfError(f"{type(model).__name__} takes patches, not images: fuse it with mctf.fuse(model)")
+        _check_takes_images(model, tower)
         head = next((getattr(model, name) for name in _HEADS if hasattr(model, name)), None)
         config = {"input_size": (3, *_pair(tower.config.image_size))} | preprocessing
         config["architecture"] = type(model).__name__
@@ -79,7 +84,22 @@ class ImageModel(nn.Module):
         if self.num_classes:
             return output.logits
         pooled = getattr(output, "pooler_output", None)
-        return output.last_hidden_state[:, 0] if pooled is None else pooled
+        if pooled is not None:
+            return pooled
+        tokens = output.last_hidden_state
+        return tokens[:, 0] if self.class_token else tokens[:, self.protected :].mean(dim=1)
+
+    @property
+    def has_projection(self) -> bool:
+        return hasattr(self, "projection")
+
+    @property
+    def pools_by_attention(self) -> bool:
+        """Whether the tower pools by a learned query, as those of SigLIP and AIMv2, and no classifier replaces that."""
+        if self.num_classes:
+            return False
+        head = getattr(find_tower(self.model)[1], "head", None)
+        return any(isinstance(getattr(head, name, None), nn.Parameter) for name in ("probe", "cls_token"))
 
     def forward_tokens(self, pixel_values: Tensor) -> Tensor:
         """The last hidden state of the vision tower, B N C."""
@@ -120,6 +140,39 @@ class ImageModel(nn.Module):
 
     def forward_head(self, features: Features, pre_logits: bool = False) -> Tensor:
         return features.pooled if pre_logits else features.logits
+
+
+def _check_takes_images(model: nn.Module, tower: Any) -> None:
+    """Raise MctfError for a tower that takes other things than images, or gives other things than tokens."""
+    config, layer = tower.config, type(next(iter(HFVision.of(tower).container.children())))
+    if issubclass(ops_class(layer), PackedLayerOps):
+        why = "packs the patches of all images into one sequence, so that no vector belongs to one image"
+    elif hasattr(config, "num_frames"):
+        why = "takes videos, not images"
+    elif hasattr(config, "num_mel_bins"):
+        why = "takes spectrograms, not images"
+    elif type(tower).__name__.endswith("Backbone"):
+        why = "gives feature maps, no tokens of which a vector is made"
+    elif not hasattr(config, "image_size"):
+        why = "takes patches, not images"
+    else:
+        return
+    name = f"{type(tower).__module__}.{type(tower).__name__}"
+    inside = "" if tower is model else f", the tower of {type(model).__name__},"
+    raise MctfError(f"{name}{inside} {why}: fuse it with mctf.fuse(model) and run it yourself")
+
+
+def processor_config(processor: Any) -> dict[str, Any]:
+    """The contents of a preprocessor_config.json, from an image processor of transformers or one that holds it."""
+    processor = getattr(processor, "image_processor", processor)
+    if isinstance(processor, dict):
+        return processor
+    if not hasattr(processor, "to_json_string"):
+        raise MctfError(
+            f"processor={type(processor).__name__} is no image processor of transformers: pass "
+            "AutoImageProcessor.from_pretrained(NAME)"
+        )
+    return json.loads(processor.to_json_string())
 
 
 def read_preprocessing(given: dict[str, Any]) -> dict[str, Any]:
