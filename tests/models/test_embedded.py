@@ -25,7 +25,6 @@ from mctf.models.class_names import class_labels, class_names
 from mctf.models.embedded import SMALL_WEIGHTS, WEIGHTS, pack_int8, unpack_int8
 from mctf.models.loading import load_model
 from mctf.viz.demo import photographs
-from mctf.viz.fused_patches import open_image
 
 VALIDATION = "data/tiny-imagenet-val.zip"
 TABLE = "data/tiny-imagenet-classes.tsv"
@@ -217,7 +216,7 @@ class TestTrained:
     @torch.inference_mode()
     def test_a_cup_of_coffee_is_recognized(self, model: nn.Module, r: float) -> None:
         (photograph,) = (each for each in photographs() if each.label == "espresso")
-        image = Preprocessing.of(model).transform()(open_image(photograph.path))[None]
+        image = Preprocessing.of(model).transform()(photograph.open())[None]
         mctf.fuse(model, "ward", r=r)
         try:
             answer = class_labels(model)[int(model(image).argmax())]

@@ -80,10 +80,10 @@ def command(
         flops = _FLOPS if r is None and flops is None else flops
     amounts: dict[str, Any] = {"r": r, "flops": flops, "schedule": schedule}
     FusionRequest.of(method, **amounts, blocks=None, options={})  # before a download
-    files, device = [each.path for each in photographs()], pick_device(device_name)
+    shown, device = photographs(), pick_device(device_name)
     with progress(f"loading {model}"):
         loaded, source = load_or_random(model, weights=weights)
-        demonstration = Demonstration.of(loaded, files, method=method, device=device, **amounts)
+        demonstration = Demonstration.of(loaded, shown, method=method, device=device, **amounts)
     trained, show = source != RANDOM, say_nothing if as_json else echo
     fused = demonstration.plan.method
     show(f"{model} on this machine, unfused and with tokens fused by {fused}:\n")
@@ -95,7 +95,7 @@ def command(
     with progress("timing", WARMUP + rounds) as advance:
         speed = demonstration.speed(batch=batch, rounds=rounds, after_round=advance)
     show(_speed_text(speed))
-    show(_fidelity_text(fidelity, images=len(files), trained=trained))
+    show(_fidelity_text(fidelity, images=len(shown), trained=trained))
     with progress("drawing", len(demonstration.names)) as advance:
         sheet = demonstration.picture(advance)
     output.mkdir(parents=True, exist_ok=True)
