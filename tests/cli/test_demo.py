@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -14,6 +15,7 @@ import mctf
 import mctf.cli
 from helpers.command_line import Command
 from mctf.cli import demo, terminal_image
+from mctf.cli.output import program
 from mctf.cli.terminal_image import Protocol
 from mctf.evaluation.timing import Timing
 from mctf.models import loading
@@ -61,13 +63,42 @@ def test_by_default_one_screen_shows_both_answers_the_saving_and_what_to_type_ne
     assert Image.open(tmp_path / "mctf-demo" / "fused.png").height > 3 * 448
 
 
-def test_what_it_says_to_type_next_is_accepted(command, tmp_path) -> None:
+def test_what_it_says_to_type_next_is_accepted(command, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(demo, "program", lambda: "mctf")
     text = demo._next_text("embedded", None) + "\n" + demo._next_text("test_vit", tmp_path / "a file.pt")
-    for line in text.replace("next ", "", 1).splitlines():
+    for line in text.replace("next ", "").splitlines():
         words = shlex.split(line, comments=True)
-        words = words[words.index("mctf") + 1 :]
+        assert words.pop(0) == "mctf"
         context = mctf.cli.group.get_command(None, words[0]).make_context(words[0], words[1:])
         assert context.params
+
+
+def test_what_it_says_to_type_next_is_found_by_the_shell(monkeypatch, tmp_path) -> None:
+    """As after `make demo`, which does not activate the environment."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    script = tmp_path / ".venv/bin/mctf"
+    script.touch(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [".venv/bin/mctf"])
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert program() == ".venv/bin/mctf"
+    assert " .venv/bin/mctf playground " in demo._next_text("embedded", None)
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert program() == "mctf"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/mctf").touch(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'other'}:{script.parent}")
+    assert program() == ".venv/bin/mctf", "another one comes first"
+    monkeypatch.chdir(script.parent)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    assert program() == "./mctf"
+    monkeypatch.chdir(tmp_path / "other")
+    assert program() == str(script)
+    monkeypatch.setattr(sys, "argv", ["mctf/__main__.py"])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
+    assert program() == str(script)
+    script.unlink()
+    assert program() == f"{tmp_path}/.venv/bin/python -m mctf"
 
 
 def test_without_network_random_weights_are_reported(command, tmp_path, monkeypatch) -> None:
@@ -82,7 +113,9 @@ def test_without_network_random_weights_are_reported(command, tmp_path, monkeypa
     sheet = Image.open(tmp_path / "mctf-demo" / "fused.png")
     assert sheet.height > 3 * 3 * 160, "three photographs, enlarged three times"
     assert outcome.err == ""
-    assert max(map(len, outcome.out.splitlines())) <= 80
+    *lines, commands = re.split("\nnext ", outcome.out)
+    assert max(map(len, "".join(lines).splitlines())) <= 80
+    assert len(commands.splitlines()) == 3, "commands to be pasted are not wrapped"
 
 
 def test_a_terminal_shows_the_first_photograph(monkeypatch, capsys) -> None:

@@ -9,7 +9,7 @@ import click
 
 from .._utils import plural
 from .options import FILE, amount_options, device_option, json_option
-from .output import check_folder, echo, give_json, say_nothing, width
+from .output import check_folder, echo, give_json, program, say_nothing, width
 from .progress import Command, progress
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ def command(
     picture = output / "fused.png"
     write_png(sheet, picture)
     show(f"picture   {picture}\n")
-    show(_next_text(model, weights))
+    if not as_json:
+        click.echo(_next_text(model, weights))  # not wrapped: commands to be pasted
 
     facts = {
         "model": model,
@@ -196,8 +197,9 @@ def _next_text(model: str, weights: Path | None) -> str:
     options = model if weights is None else f"{model} --weights {shlex.quote(str(weights))}"
     setting = f"--method {_METHOD} --flops {_FLOPS}"
     own = "" if model == "embedded" else f" --model {options}"
+    mctf = program()
     return (
-        f"next      mctf playground{own}   # in the browser, with your photographs\n"
-        f"          mctf visualize PHOTO --model {options} {setting}\n"
-        f"          mctf eval {options} --data FOLDER {setting}"
+        f"next      {mctf} playground{own}   # in the browser, with your photographs\n"
+        f"          {mctf} visualize PHOTO --model {options} {setting}\n"
+        f"          {mctf} eval {options} --data FOLDER {setting}"
     )
