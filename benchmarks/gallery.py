@@ -1,4 +1,6 @@
-"""Pictures of docs/gallery.md: `python benchmarks/gallery.py [MODEL] [--weights FILE]`.
+"""Pictures of the first page and of docs/gallery.md: `python benchmarks/gallery.py [MODEL] [--weights FILE]`.
+
+The picture of the first page is by `embedded`; `--first` writes it alone.
 
 The photographs come with scikit-image and are CC0 or in the public domain. Axes: 3 H W.
 """
@@ -12,12 +14,13 @@ from PIL import Image
 import mctf
 from mctf.data import Preprocessing
 from mctf.models.loading import load_model
-from mctf.viz.contact_sheet import choose_blocks, contact_sheet
+from mctf.viz.contact_sheet import choose_blocks, contact_sheet, write_png
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs/images"
 PHOTOGRAPHS = ("chelsea", "coffee", "rocket", "astronaut")
 METHODS = ("ward", "mctf", "tome", "evit")
 BUDGETS = (0.8, 0.65, 0.5, 0.4)
+FIRST_PAGE_BLOCKS = (3, 7, 11)
 WIDTH = 880  # pixels of a picture
 QUALITY = 78  # of JPEG
 
@@ -26,7 +29,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="embedded")
     parser.add_argument("--weights", type=Path)
+    parser.add_argument("--first", action="store_true", help="only the picture of the first page")
     arguments = parser.parse_args()
+    first_page()
+    if arguments.first:
+        return
     model = load_model(arguments.model, weights=arguments.weights).eval()
     preprocessing = Preprocessing.of(model)
     transform = preprocessing.transform()
@@ -42,6 +49,18 @@ def main() -> None:
     save(sheet(inputs, "ward", 0.56), "gallery-photographs")
     save(stack([sheet([inputs[0]], method, 0.56) for method in METHODS]), "gallery-methods")
     save(stack([sheet([inputs[1]], "ward", share) for share in BUDGETS]), "gallery-budgets")
+
+
+def first_page() -> None:
+    """fused.png: the cup by `ward` at 56 % of the FLOPs."""
+    model = load_model("embedded").eval()
+    preprocessing = Preprocessing.of(model)
+    image = preprocessing.transform()(Image.fromarray(skimage.data.coffee()))
+    mctf.fuse(model, "ward", flops=0.56)
+    picture = contact_sheet(model, [image], preprocessing, blocks=FIRST_PAGE_BLOCKS, scale=2)
+    path = FOLDER / "fused.png"
+    write_png(picture, path)
+    print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 
 def stack(sheets: list[Image.Image]) -> Image.Image:

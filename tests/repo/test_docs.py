@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import mctf
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -65,6 +67,19 @@ def test_the_readme_is_one_screen_and_a_half() -> None:
     assert long_sentences(text) == []
     pictures = re.findall(r"^!\[", text, flags=re.MULTILINE)
     assert len(pictures) == 2  # one of fused patches, one plot
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_picture_has_the_tokens_of_the_method_in_its_caption(page: str) -> None:
+    text = (ROOT / page).read_text()
+    (numbers,) = re.findall(
+        r"after blocks (\d+), (\d+) and (\d+): (\d+), (\d+) and (\d+) tokens are left of (\d+)", text
+    )
+    *blocks, first, second, third, tokens = map(int, numbers)
+    assert "*`ward` at 56 % of the FLOPs." in text
+    planned = mctf.plan("embedded", method="ward", flops=0.56)
+    assert [planned.image_tokens, *(planned.token_counts[block] for block in blocks)] == [tokens, first, second, third]
+    assert f"FIRST_PAGE_BLOCKS = ({', '.join(map(str, blocks))})" in (ROOT / "benchmarks/gallery.py").read_text()
 
 
 def test_a_long_sentence_is_noticed() -> None:
