@@ -14,12 +14,19 @@ from click.testing import CliRunner
 from helpers import five_minutes
 from helpers.five_minutes import ACTIVATE, COPY, DEMO, PAGE, ROOT, SERVES, commands, printed, run
 from mctf.cli import group
+from mctf.evaluation.timing import MAX_SPREAD
 
 
 def test_the_page_has_the_whole_path() -> None:
     first_words = [line.removeprefix(f"{ACTIVATE} && ").split()[:2] for line in commands(PAGE.read_text())]
     assert first_words == [DEMO.split(), SERVES.split(), ["mctf", "visualize"], ["mctf", "eval"]]
     assert [line.startswith(ACTIVATE) for line in commands(PAGE.read_text())] == [False, True, True, True]
+
+
+def test_the_pages_name_the_spread_of_a_busy_machine() -> None:
+    share = f"{100 * MAX_SPREAD:.0f} %"
+    assert f"above {share} the demo says that the machine is busy" in PAGE.read_text()
+    assert f"differ by more than {share}" in (ROOT / "docs/playground.md").read_text()
 
 
 def test_what_the_demo_prints_is_run_as_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
