@@ -136,11 +136,19 @@ def test_commands_of_make_exist() -> None:
 
 
 def test_every_extra_is_named_correctly() -> None:
-    """`mctf[EXTRA]` in documents and messages is an extra of pyproject.toml."""
+    """`mctf[EXTRA]` and `.[EXTRA]` in documents and messages are extras of pyproject.toml."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     files = [*DOCUMENTS, *(ROOT / "src").rglob("*.py")]
-    named = {name for file in files for name in re.findall(r"mctf\[([a-z]+)\]", file.read_text())}
+    lists = [names for file in files for names in re.findall(r"(?:mctf|\"\.)\[([a-z,]+)\]", file.read_text())]
+    named = {name for names in lists for name in names.split(",")}
     assert {"demo", "hf"} <= named <= set(extras)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_package_is_installed_from_a_clone(document: Path) -> None:
+    """Documents name what works before the package is on an index."""
+    text = document.read_text()
+    assert document.name == "CHANGELOG.md" or not re.search(r"pip install [\"']?mctf", text)
 
 
 def test_the_performance_table_is_that_of_the_result_files() -> None:
