@@ -24,6 +24,17 @@ def test_the_version_has_one_source() -> None:
     assert citation["version"] == mctf.__version__
     assert citation["cff-version"] == "1.2.0"
     assert citation["license"] == PROJECT["project"]["license"]
+    paper = citation["preferred-citation"]
+    assert paper["type"] == "conference-paper"
+    assert f"title     = {{{paper['title']}}}" in (ROOT / "README.md").read_text()
+    assert [author["name"] for author in PROJECT["project"]["authors"]] == [each["name"] for each in citation["authors"]]
+
+
+def test_classifiers_name_the_supported_versions() -> None:
+    classifiers = PROJECT["project"]["classifiers"]
+    versions = [each.rpartition(" ")[2] for each in classifiers if re.search(r":: 3\.\d+$", each)]
+    assert versions == list(CHECK["SUPPORTED"])
+    assert set(PROJECT["project"]["keywords"]) == set(yaml.safe_load((ROOT / "CITATION.cff").read_text())["keywords"])
 
 
 def test_the_changelog_has_sections_that_people_look_for() -> None:
@@ -64,6 +75,12 @@ def test_interpreters_are_found_by_running_them() -> None:
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert found.get(own, Path(sys.executable)) == Path(sys.executable)
     assert CHECK["version_of"](Path("/bin/false")) is None
+
+
+def test_a_schedule_runs_the_nightly_tests() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())
+    assert workflow[True]["schedule"], "YAML reads `on` as true"
+    assert "make nightly" in [step.get("run") for step in workflow["jobs"]["nightly"]["steps"]]
 
 
 def test_supported_versions_are_those_of_the_workflow() -> None:
