@@ -85,6 +85,11 @@ def test_the_first_picture_has_the_tokens_of_the_method_in_its_caption(page: str
     assert f"FIRST_PAGE_BLOCKS = ({', '.join(map(str, blocks))})" in (ROOT / "benchmarks/gallery.py").read_text()
 
 
+@pytest.mark.parametrize("page", ["index", "playground", "gallery", "embedded"])
+def test_the_first_pages_have_no_long_sentence(page: str) -> None:
+    assert long_sentences((ROOT / f"docs/{page}.md").read_text()) == []
+
+
 def test_a_long_sentence_is_noticed() -> None:
     sentence = "A sentence that " + "goes on and " * 20 + "ends."
     assert long_sentences(f"Short.\n{sentence}\n\n    {sentence}\n| {sentence} |") == [sentence]
