@@ -1,23 +1,25 @@
 """The commands of docs/index.md, run as a stranger would: `python -m helpers.five_minutes` clones the repository first.
 
-The page's `sh` blocks are the script, so that page and script cannot diverge. `photo.jpg` and `photos`, which a
-stranger brings along, are photographs of scikit-image. `mctf playground` serves until it is stopped: it is asked for
-its page.
+The page's `sh` blocks are the script, so that page and script cannot diverge. What `make demo` says to type next runs
+after it, before the environment is activated. `photo.jpg` and `photos`, which a stranger brings along, are photographs
+of scikit-image. `mctf playground` serves until it is stopped: it is asked for its page.
 """
 
 import os
 import re
-import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/index.md"
 SERVES = "mctf playground"
+DEMO = "make demo"
 ACTIVATE = ". .venv/bin/activate"
 COPY = """
 import shutil, sys, importlib.util
@@ -32,30 +34,56 @@ for name in ("chelsea.png", "coffee.png", "rocket.jpg", "astronaut.png"):
 
 
 def commands(page: str) -> list[str]:
-    """The lines of the page's sh blocks, without the activation of the environment."""
+    """The lines of the page's sh blocks. Those below the activation of the environment run after it, in its shell."""
     blocks = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line and line != ACTIVATE]
+    lines = [line for block in blocks for line in block.splitlines() if line]
+    first = lines.index(ACTIVATE)
+    return [*lines[:first], *(f"{ACTIVATE} && {line}" for line in lines[first + 1 :])]
 
 
-def run(command: str, *, folder: Path, bin: Path) -> str:
-    """Output of one command in a folder, by the programs of an environment; its failure is raised with its output."""
-    environment = os.environ | {"PATH": f"{bin}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "120"}
-    if command == SERVES:
-        return ask(command, folder=folder, environment=environment)
+def printed(output: str) -> list[str]:
+    """The commands that `mctf demo` says to type next, with a stranger's files in place of the words for them."""
+    _, _, following = output.partition("\nnext ")
+    lines = [line.partition("#")[0].strip() for line in following.splitlines()]
+    return [line.replace("PHOTO", "photo.jpg").replace("FOLDER", "photos") for line in lines if " " in line]
+
+
+def strangers_environment() -> dict[str, str]:
+    """This one without folders of programs that hold an mctf: the shell finds it only where a command says so."""
+    folders = [folder for folder in os.environ["PATH"].split(os.pathsep) if not (Path(folder) / "mctf").exists()]
+    return os.environ | {"PATH": os.pathsep.join(folders), "COLUMNS": "120"}
+
+
+def run(command: str, *, folder: Path) -> str:
+    """Output of one command in a folder, run as it is; its failure is raised with its output."""
+    if command.endswith(SERVES):
+        return ask(command, folder=folder)
     result = subprocess.run(
-        command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        shell=True,
+        cwd=folder,
+        env=strangers_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if result.returncode != 0:
         raise RuntimeError(f"{command} failed with exit code {result.returncode}:\n{result.stdout}")
     return result.stdout
 
 
-def ask(command: str, *, folder: Path, environment: dict[str, str], seconds: float = 120) -> str:
+def ask(command: str, *, folder: Path, seconds: float = 120) -> str:
     """The first line with an address that a server prints, once that address has answered; the server is ended."""
     log = folder / "server.log"
     with log.open("w") as output:
         server = subprocess.Popen(
-            shlex.split(command), cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+            command,
+            shell=True,
+            cwd=folder,
+            env=strangers_environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         for _ in range(int(seconds / 0.2)):
@@ -69,7 +97,8 @@ def ask(command: str, *, folder: Path, environment: dict[str, str], seconds: flo
             time.sleep(0.2)
         raise RuntimeError(f"{command} printed no address:\n{log.read_text()}")
     finally:
-        server.terminate()
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)  # the shell and what it started
         server.wait()
 
 
@@ -78,13 +107,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="five-minutes-") as temporary:
         clone = Path(temporary) / "mctf"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-        bin = clone / ".venv/bin"
-        for command in commands(PAGE.read_text()):
-            if not (clone / "photos").exists() and bin.exists():
-                subprocess.run([str(bin / "python"), "-c", COPY, str(clone)], check=True)
+        pending = commands(PAGE.read_text())
+        while pending:
+            command, *pending = pending
             start = time.monotonic()
-            print(f"$ {command}\n{run(command, folder=clone, bin=bin)}")
-            print(f"({time.monotonic() - start:.0f} s)\n", flush=True)
+            output = run(command, folder=clone)
+            print(f"$ {command}\n{output}\n({time.monotonic() - start:.0f} s)\n", flush=True)
+            if command == DEMO:
+                subprocess.run([str(clone / ".venv/bin/python"), "-c", COPY, str(clone)], check=True)
+                pending = [*printed(output), *pending]
 
 
 if __name__ == "__main__":

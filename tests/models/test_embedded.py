@@ -25,11 +25,12 @@ from mctf.models.class_names import class_labels, class_names
 from mctf.models.embedded import SMALL_WEIGHTS, WEIGHTS, pack_int8, unpack_int8
 from mctf.models.loading import load_model
 from mctf.viz.demo import photographs
-from mctf.viz.fused_patches import open_image
 
 VALIDATION = "data/tiny-imagenet-val.zip"
 TABLE = "data/tiny-imagenet-classes.tsv"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "embedded.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "embedded.md"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.fixture
@@ -97,7 +98,18 @@ class TestWeights:
         assert facts["images"] == 5000
         assert facts["top1"]["0"] >= 74
         assert facts["top1"]["0.209"] >= facts["top1"]["0"] - 0.3, "at 44 % fewer FLOPs"
+        (run,) = (
+            each
+            for each in json.loads((RESULTS / "tiny_imagenet_seeds.json").read_text())["runs"]["consistency_ward"]
+            if each["name"] == "consistency_ward-0"
+        )
+        assert facts["top1"] == {str(row["r"]): row["top1"] for row in run["rows"]}
+        assert facts["commit"] == run["commit"]
+        cells = " | ".join(f"{value:.2f}" for value in facts["top1"].values())
+        assert f"| as trained | {cells} |" in PAGE.read_text(encoding="utf-8")
         small = about(SMALL_WEIGHTS)
+        cells = " | ".join(f"{value:.2f}" for value in small["top1"].values())
+        assert f"| top-1 | {cells} |" in PAGE.read_text(encoding="utf-8")
         assert "recipes/tiny_imagenet/embedded" in small["command"]
         assert small["top1"]["21"] >= small["top1"]["0"] - 1, "at 41 % fewer FLOPs"
 
@@ -217,7 +229,7 @@ class TestTrained:
     @torch.inference_mode()
     def test_a_cup_of_coffee_is_recognized(self, model: nn.Module, r: float) -> None:
         (photograph,) = (each for each in photographs() if each.label == "espresso")
-        image = Preprocessing.of(model).transform()(open_image(photograph.path))[None]
+        image = Preprocessing.of(model).transform()(photograph.open())[None]
         mctf.fuse(model, "ward", r=r)
         try:
             answer = class_labels(model)[int(model(image).argmax())]

@@ -1,13 +1,17 @@
 """Documents name files, functions, tests and commands that exist."""
 
 import ast
+import json
 import re
 import runpy
 import tomllib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import mctf
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -15,6 +19,7 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 PATH = re.compile(r"`((?:src|tests|docs|benchmarks|examples|recipes)/[\w./-]+)`")
 MAKE = re.compile(r"(?:^|`|\s{4}|run: )make ((?:[a-z-]+ ?)+)", re.MULTILINE)
 FUNCTION = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
+TITLE = runpy.run_path(str(ROOT / "benchmarks/performance_page.py"))["TITLE"]
 TEST = re.compile(r"`([\w/]+\.py)(?:::(\w+))?`")
 
 
@@ -67,19 +72,155 @@ def test_the_readme_is_one_screen_and_a_half() -> None:
     assert len(pictures) == 2  # one of fused patches, one plot
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_picture_has_the_tokens_of_the_method_in_its_caption(page: str) -> None:
+    text = (ROOT / page).read_text()
+    (numbers,) = re.findall(
+        r"after blocks (\d+), (\d+) and (\d+): (\d+), (\d+) and (\d+) tokens are left of (\d+)", text
+    )
+    *blocks, first, second, third, tokens = map(int, numbers)
+    assert "*`ward` at 56 % of the FLOPs." in text
+    planned = mctf.plan("embedded", method="ward", flops=0.56)
+    assert [planned.image_tokens, *(planned.token_counts[block] for block in blocks)] == [tokens, first, second, third]
+    assert f"FIRST_PAGE_BLOCKS = ({', '.join(map(str, blocks))})" in (ROOT / "benchmarks/gallery.py").read_text()
+
+
+@pytest.mark.parametrize("page", ["index", "playground", "gallery", "embedded"])
+def test_the_first_pages_have_no_long_sentence(page: str) -> None:
+    assert long_sentences((ROOT / f"docs/{page}.md").read_text()) == []
+
+
 def test_a_long_sentence_is_noticed() -> None:
     sentence = "A sentence that " + "goes on and " * 20 + "ends."
     assert long_sentences(f"Short.\n{sentence}\n\n    {sentence}\n| {sentence} |") == [sentence]
 
 
-def test_every_number_of_the_readme_table_is_in_the_documents() -> None:
-    """Images/s and speed-ups of the README stand in a page or a result file that has their command."""
-    rows = re.findall(r"^\|.*\d\u00d7 \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    assert len(rows) == 6
-    pages = (ROOT / "docs/performance.md").read_text() + (ROOT / "docs/deploy.md").read_text()
-    factors = [factor for row in rows for factor in re.findall(r"([\d.]+)\u00d7", row)]
-    assert len(factors) == 6
-    assert [factor for factor in factors if factor not in pages] == []
+RESULTS = ROOT / "benchmarks/results"
+README_TABLE = (  # result file, and the contender of the row
+    ("h200_deit_small_ward.json", "ward"),
+    ("h200_deit_base_ward.json", "ward"),
+    ("h200_vit_large_r8.json", "mctf_exact"),
+    ("h200_deit_base_384_fast_batch64.json", "mctf_exact"),
+    ("cpu2_deit_small_ward.json", "ward"),
+)
+MODELS = {"deit_small": "DeiT-S", "deit_base": "DeiT-B", "vit_large": "ViT-L"}
+THREADS = {1: "one CPU thread", 2: "two CPU cores"}
+
+
+def images_per_second(value: float) -> str:
+    return f"{value:,.0f} images/s" if value >= 100 else f"{value:.1f} images/s"
+
+
+def readme_row(facts: dict[str, Any], contender: str) -> str:
+    """The row of the README's table of speeds, from a file of `mctf bench`."""
+    (table,) = facts["tables"]
+    setting = TITLE.match(table["title"]).groupdict()
+    rows = {{"plain": "baseline"}.get(row["name"], row["name"]): row for row in table["rows"]}
+    (gpu,) = re.findall(r"NVIDIA (\w+)", facts["device"]) or (None,)
+    device = f"{gpu}, bfloat16, compiled" if gpu else f"{cores(facts)}, float32"
+    assert (facts["dtype"], facts["compiled"]) == (("bfloat16", "default") if gpu else ("float32", None))
+    model = MODELS[re.sub(r"_patch16_\d+", "", setting["model"])]
+    size = "" if setting["size"] == "224" else f" at {setting['size']} \u00d7 {setting['size']}"
+    kind, amount = setting["amount"].split("=")
+    how = (
+        f"{100 * float(amount):.0f} % of the FLOPs"
+        if kind == "flops"
+        else amount
+        if amount == "fast"
+        else f"r={amount}"
+    )
+    speeds = [images_per_second(rows[name]["images_per_second"]) for name in ("baseline", contender)]
+    what = f"{model}{size}, {setting['batch']} | `{contender}`, {how}"
+    return f"| {device} | {what} | {' | '.join(speeds)} | {rows[contender]['speedup']:.2f}\u00d7 |"
+
+
+def cores(facts: dict[str, Any]) -> str:
+    return THREADS[int(re.search(r"(\d+) threads?\)", facts["device"])[1])]
+
+
+def onnx_row(folder: Path, deploy_page: str) -> str:
+    """The README's row on ONNX Runtime, from a file of `mctf bench --format`; without one from docs/deploy.md."""
+    for path in sorted(folder.glob("cpu*_formats*.json")):
+        facts = json.loads(path.read_text())
+        for table in facts["tables"]:
+            rows = {
+                row["method"]: row
+                for row in table["rows"]
+                if (row["format"], row["precision"], row["batch"]) == ("onnx", "fp32", 8)
+            }
+            if table["title"].startswith("deit_small") and {None, "ward"} <= set(rows):
+                assert "--flops 0.56" in facts["command"]
+                speeds = [images_per_second(rows[method]["images_per_second"]) for method in (None, "ward")]
+                factor = f"{rows['ward']['speedup']:.2f}"
+                device = cores(facts)
+                break
+        else:
+            continue
+        break
+    else:
+        lines = deploy_page.splitlines()
+        at = next(index for index, line in enumerate(lines) if line.startswith("| | onnx, batch 1 | batch 8 |"))
+        cells = next(line for line in lines[at:] if line.startswith("| DeiT-S |")).split("|")
+        speeds, factor, device = ["", ""], cells[3].strip(), THREADS[1]
+    cells = [f"{device}, ONNX Runtime", "DeiT-S, 8", "`ward`, 56 % of the FLOPs", *speeds, f"{factor}\u00d7"]
+    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
+
+
+def test_the_readme_table_is_that_of_the_result_files() -> None:
+    """Rows below the first of a device leave it out."""
+    text = (ROOT / "README.md").read_text()
+    expected = [readme_row(json.loads((RESULTS / file).read_text()), contender) for file, contender in README_TABLE]
+    expected.append(onnx_row(RESULTS, (ROOT / "docs/deploy.md").read_text()))
+    seen: set[str] = set()
+    for index, row in enumerate(expected):
+        device = row.split(" | ")[0]
+        if device in seen:
+            expected[index] = row.replace(device, "|", 1)
+        seen.add(device)
+    assert re.findall(r"^\|.*\d\u00d7 \|$", text, flags=re.MULTILINE) == expected
+    small = json.loads((RESULTS / README_TABLE[0][0]).read_text())["tables"][0]["rows"]
+    factors = {row["name"]: f"{row['speedup']:.2f}" for row in small}
+    assert f"DeiT-S's {factors['ward']}\u00d7 a factor of {factors['baseline_matmul']} is" in text
+
+
+def test_the_row_of_another_measurement_is_another(tmp_path: Path) -> None:
+    facts = json.loads((RESULTS / "cpu2_deit_small_ward.json").read_text())
+    before = readme_row(facts, "ward")
+    facts["tables"][0]["rows"][1]["speedup"] += 0.1
+    assert readme_row(facts, "ward") != before
+    unfused = {
+        "format": "onnx",
+        "precision": "fp32",
+        "batch": 8,
+        "images_per_second": 20.0,
+        "speedup": 1.0,
+        "method": None,
+    }
+    rows = [unfused, unfused | {"method": "ward", "images_per_second": 34.0, "speedup": 1.7}]
+    tables = [{"title": "deit_small_patch16_224, batch 8, cpu", "rows": rows}]
+    measured = {"command": "mctf bench --flops 0.56", "device": "cpu (x86_64, 2 threads)", "tables": tables}
+    (tmp_path / "cpu2_formats_deit_small.json").write_text(json.dumps(measured))
+    row = onnx_row(tmp_path, "")
+    assert row.startswith("| two CPU cores, ONNX Runtime | DeiT-S, 8 | `ward`, 56 % of the FLOPs |")
+    assert row.endswith("| 20.0 images/s | 34.0 images/s | 1.70\u00d7 |")
+
+
+def test_the_tables_of_two_cpu_cores_are_those_of_the_result_files() -> None:
+    page = (ROOT / "docs/performance.md").read_text()
+    spreads = []
+    for file, names, first in (
+        ("cpu2_deit_small.json", ("mctf", "mctf_exact", "tome", "free_drop"), "r"),
+        ("cpu2_deit_small_ward.json", ("ward", "mctf_exact", "free_drop"), "batch"),
+    ):
+        facts = json.loads((RESULTS / file).read_text())
+        assert f"--output benchmarks/results/{file}" in page
+        for table in facts["tables"]:
+            rows = {row["name"]: row for row in table["rows"]}
+            cells = [f"{rows[name]['milliseconds']:.0f} ({rows[name]['speedup']:.2f}x)" for name in names]
+            start = rows[names[0]][first], f"{table['rows'][0]['milliseconds']:.0f}"
+            assert "| " + " | ".join(map(str, [*start, *cells])) + " |" in page.splitlines()
+            spreads += [100 * row["spread"] for row in table["rows"]]
+    assert f"spreads of both files are {min(spreads):.0f} to {max(spreads):.0f} %" in page
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -115,17 +256,26 @@ def test_a_renamed_function_is_noticed() -> None:
 def test_commands_of_make_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"test", "test-all", "check", "wheel", "coverage"} <= targets
-    files = [*DOCUMENTS, ROOT / ".ci/run", ROOT / ".github/workflows/ci.yml"]
+    workflows = sorted((ROOT / ".github/workflows").glob("*.yml"))
+    files = [*DOCUMENTS, ROOT / ".ci/run", *workflows]
     named = {word for file in files for words in MAKE.findall(file.read_text()) for word in words.split()}
     assert {"check", "test-all"} <= named <= targets
 
 
 def test_every_extra_is_named_correctly() -> None:
-    """`mctf[EXTRA]` in documents and messages is an extra of pyproject.toml."""
+    """`mctf[EXTRA]` and `.[EXTRA]` in documents and messages are extras of pyproject.toml."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     files = [*DOCUMENTS, *(ROOT / "src").rglob("*.py")]
-    named = {name for file in files for name in re.findall(r"mctf\[([a-z]+)\]", file.read_text())}
+    lists = [names for file in files for names in re.findall(r"(?:mctf|\"\.)\[([a-z,]+)\]", file.read_text())]
+    named = {name for names in lists for name in names.split(",")}
     assert {"demo", "hf"} <= named <= set(extras)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_package_is_installed_from_a_clone(document: Path) -> None:
+    """Documents name what works before the package is on an index."""
+    text = document.read_text()
+    assert document.name == "CHANGELOG.md" or not re.search(r"pip install [\"']?mctf", text)
 
 
 def test_the_performance_table_is_that_of_the_result_files() -> None:

@@ -111,7 +111,9 @@ def test_the_base_requirements_bring_no_optional_package(dist: Path) -> None:
     base = closure(wheel_of(dist), set())
     assert {"torch", "timm", "safetensors", "click", "rich"} <= set(base)
     assert base.keys().isdisjoint({"matplotlib", "scikit-image", "tensorboard", "transformers", "datasets", "pytest"})
-    assert {"scikit-image", "matplotlib"} <= set(closure(wheel_of(dist), {"demo"}))
+    demo = set(closure(wheel_of(dist), {"demo", "playground"}))
+    assert {"scikit-image", "gradio", "jinja2"} <= demo
+    assert "matplotlib" not in demo
     assert {"tensorboard", "tomli-w"} <= set(closure(wheel_of(dist), {"train"}))
     development = closure(wheel_of(dist), {"dev"})  # it refers to the other extras by mctf[...]
     assert {"tensorboard", "matplotlib", "scikit-image", "transformers", "import-linter"} <= set(development)

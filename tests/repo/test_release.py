@@ -4,6 +4,7 @@ import re
 import runpy
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,19 @@ def test_the_version_has_one_source() -> None:
     assert citation["version"] == mctf.__version__
     assert citation["cff-version"] == "1.2.0"
     assert citation["license"] == PROJECT["project"]["license"]
+    paper = citation["preferred-citation"]
+    assert paper["type"] == "conference-paper"
+    assert f"title     = {{{paper['title']}}}" in (ROOT / "README.md").read_text()
+    assert [author["name"] for author in PROJECT["project"]["authors"]] == [
+        each["name"] for each in citation["authors"]
+    ]
+
+
+def test_classifiers_name_the_supported_versions() -> None:
+    classifiers = PROJECT["project"]["classifiers"]
+    versions = [each.rpartition(" ")[2] for each in classifiers if re.search(r":: 3\.\d+$", each)]
+    assert versions == list(CHECK["SUPPORTED"])
+    assert set(PROJECT["project"]["keywords"]) == set(yaml.safe_load((ROOT / "CITATION.cff").read_text())["keywords"])
 
 
 def test_the_changelog_has_sections_that_people_look_for() -> None:
@@ -58,12 +72,68 @@ def test_a_dependency_without_a_lower_bound_is_refused() -> None:
         CHECK["lowest"](project, ["x"])
 
 
+def test_every_extra_of_users_is_checked() -> None:
+    """`all` has what a user installs; the package datasets, of which tests have a stand-in, is left out."""
+    (everything,) = PROJECT["project"]["optional-dependencies"]["all"]
+    extras = re.findall(r"[a-z]+", everything.partition("[")[2])
+    assert set(CHECK["EXTRAS"]) == set(extras) - {"datasets"}
+
+
+@pytest.mark.parametrize(
+    ("failed", "missing", "code"),
+    [([], [], None), (["3.12"], [], 1), ([], ["3.11", "lowest"], 2), (["3.12"], ["3.13"], 1)],
+)
+def test_what_was_not_checked_is_said_and_is_no_success(failed, missing, code, capsys) -> None:
+    if code is None:
+        CHECK["report"](CHECK["CHECKS"], failed=failed, missing=missing)
+        assert capsys.readouterr().out == "passed: 3.11, 3.12, 3.13, lowest\n"
+        return
+    with pytest.raises(SystemExit) as stop:
+        CHECK["report"](CHECK["CHECKS"], failed=failed, missing=missing)
+    assert stop.value.code == code
+    said = capsys.readouterr().out
+    assert ("not checked" in said) == bool(missing)
+    if "lowest" in missing:
+        assert "lowest (Python 3.11)" in said
+        assert "--skip 3.11,lowest" in said
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--skip", "3.11,3.13,lowest"], 0)])
+def test_missing_interpreters_and_skipped_checks(arguments, code, capsys, monkeypatch, tmp_path) -> None:
+    checked: list[str] = []
+    inside = CHECK["main"].__globals__
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist/mctf-0-py3-none-any.whl").touch()
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    monkeypatch.setitem(inside, "ROOT", tmp_path)
+    found = {"3.11": None, "3.12": Path(sys.executable), "3.13": None}
+    monkeypatch.setitem(inside, "find_interpreters", lambda: found)
+    monkeypatch.setitem(inside, "install_and_test", lambda name, *_: checked.append(name))
+    monkeypatch.setattr(sys, "argv", ["release_check.py", "--folder", str(tmp_path / "kept"), *arguments])
+    with pytest.raises(SystemExit) if code else nullcontext() as stop:
+        CHECK["main"]()
+    assert code == 0 or stop.value.code == code
+    assert checked == ["3.12"]
+    assert ("lowest (Python 3.11)" in capsys.readouterr().out) == (code == 2)
+
+
+def test_a_failed_check_is_a_failure(monkeypatch) -> None:
+    with pytest.raises(CHECK["CheckFailedError"], match="failed with exit code 3"):
+        CHECK["run"](sys.executable, "-c", "raise SystemExit(3)", cwd=ROOT)
+
+
 def test_interpreters_are_found_by_running_them() -> None:
     found = CHECK["find_interpreters"]()
     assert list(found) == ["3.11", "3.12", "3.13"]
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert found.get(own, Path(sys.executable)) == Path(sys.executable)
     assert CHECK["version_of"](Path("/bin/false")) is None
+
+
+def test_a_schedule_runs_the_nightly_tests() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())
+    assert workflow[True]["schedule"], "YAML reads `on` as true"
+    assert "make nightly" in [step.get("run") for step in workflow["jobs"]["nightly"]["steps"]]
 
 
 def test_supported_versions_are_those_of_the_workflow() -> None:

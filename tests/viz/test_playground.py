@@ -1,6 +1,7 @@
 """The parts of the playground that need no server: its address, its HTML, its errors."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,17 @@ def test_one_block_is_visible_and_text_is_escaped(monkeypatch) -> None:
     assert "http" not in page
     assert f"{100 * seen.fused[0].share:.0f} %" in page
     assert f"{seen.fused[0].kl:.4f}" in page
+
+
+def test_times_of_a_busy_machine_are_plain_and_marked() -> None:
+    pytest.importorskip("jinja2", reason="jinja2 is not installed: pip install 'mctf[playground]'")
+    inspector = Inspector({"test_vit": create("test_vit")}, device=torch.device("cpu"), rounds=1)
+    seen = inspector.inspect(make_picture(0), model="test_vit", fusions=[Fusion("ward", 0.6)])
+    calm, busy = (render(replace(seen, busy=why), block=0) for why in (None, "the machine is busy (why)"))
+    marks = ('<td class="uncertain">', ", busy machine</td>")
+    assert [calm.count(mark) for mark in marks] == [0, 0]
+    assert [busy.count(mark) for mark in marks] == [2, 2]
+    assert "Time: the machine is busy (why)." in busy
 
 
 def test_an_error_is_one_escaped_line() -> None:

@@ -188,7 +188,7 @@ def test_a_photograph_is_dropped_and_the_settings_are_shared(server, browser, tm
     seen.until(lambda: "60 %" in seen.cards()[1], True)
     seen.until(lambda: seen.address().get("flops"), "0.6")
 
-    seen.page.locator("#photographs button.thumbnail-item").nth(1).click()
+    seen.page.locator("#photographs button.thumbnail-item").nth(2).click()
     seen.until(lambda: seen.address().get("photo"), "lion")
     assert seen.address() == {
         **{"model": "embedded", "photo": "lion", "first": "ward", "second": "mctf"},
@@ -200,7 +200,7 @@ def test_a_photograph_is_dropped_and_the_settings_are_shared(server, browser, tm
     assert "60 %" in other.cards()[1]
     assert float(other.slider("Budget").input_value()) == 0.6
     assert other.slider("block").input_value() == str(last - 1)
-    assert other.page.get_by_label("beside").input_value() == "tome"
+    assert other.page.get_by_label("Second method").input_value() == "tome"
     shown = other.page.locator(".mctf figure:not([hidden])").first
     assert shown.get_attribute("data-block") == str(last - 1)
     assert other.page.evaluate("document.documentElement.scrollWidth") <= 800

@@ -9,7 +9,7 @@ import click
 
 from .._utils import plural
 from .options import FILE, amount_options, device_option, json_option
-from .output import check_folder, echo, give_json, say_nothing, width
+from .output import check_folder, echo, give_json, program, say_nothing, width
 from .progress import Command, progress
 
 if TYPE_CHECKING:
@@ -80,10 +80,10 @@ def command(
         flops = _FLOPS if r is None and flops is None else flops
     amounts: dict[str, Any] = {"r": r, "flops": flops, "schedule": schedule}
     FusionRequest.of(method, **amounts, blocks=None, options={})  # before a download
-    files, device = [each.path for each in photographs()], pick_device(device_name)
+    shown, device = photographs(), pick_device(device_name)
     with progress(f"loading {model}"):
         loaded, source = load_or_random(model, weights=weights)
-        demonstration = Demonstration.of(loaded, files, method=method, device=device, **amounts)
+        demonstration = Demonstration.of(loaded, shown, method=method, device=device, **amounts)
     trained, show = source != RANDOM, say_nothing if as_json else echo
     fused = demonstration.plan.method
     show(f"{model} on this machine, unfused and with tokens fused by {fused}:\n")
@@ -95,14 +95,15 @@ def command(
     with progress("timing", WARMUP + rounds) as advance:
         speed = demonstration.speed(batch=batch, rounds=rounds, after_round=advance)
     show(_speed_text(speed))
-    show(_fidelity_text(fidelity, images=len(files), trained=trained))
+    show(_fidelity_text(fidelity, images=len(shown), trained=trained))
     with progress("drawing", len(demonstration.names)) as advance:
         sheet = demonstration.picture(advance)
     output.mkdir(parents=True, exist_ok=True)
     picture = output / "fused.png"
     write_png(sheet, picture)
     show(f"picture   {picture}\n")
-    show(_next_text(model, weights))
+    if not as_json:
+        click.echo(_next_text(model, weights))  # not wrapped: commands to be pasted
 
     facts = {
         "model": model,
@@ -196,8 +197,9 @@ def _next_text(model: str, weights: Path | None) -> str:
     options = model if weights is None else f"{model} --weights {shlex.quote(str(weights))}"
     setting = f"--method {_METHOD} --flops {_FLOPS}"
     own = "" if model == "embedded" else f" --model {options}"
+    mctf = program()
     return (
-        f"next      mctf playground{own}   # in the browser, with your photographs\n"
-        f"          mctf visualize PHOTO --model {options} {setting}\n"
-        f"          mctf eval {options} --data FOLDER {setting}"
+        f"next      {mctf} playground{own}   # in the browser, with your photographs\n"
+        f"          {mctf} visualize PHOTO --model {options} {setting}\n"
+        f"          {mctf} eval {options} --data FOLDER {setting}"
     )

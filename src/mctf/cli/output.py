@@ -2,7 +2,9 @@
 
 import json
 import os
+import shlex
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable
 from contextlib import suppress
@@ -44,6 +46,23 @@ def check_folder(folder: Path, option: str, *, inputs: Iterable[str | None] = ()
     for source in inputs:
         if source is not None and Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve()):
             raise MctfError(f"{folder} lies among the images of {source}: name another folder with {option}")
+
+
+def program() -> str:
+    """What to type for this program: `mctf` if the shell finds it by that name, else its path."""
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py":
+        called = Path(sys.executable).parent / "mctf"
+        if not called.is_file():
+            return f"{shlex.quote(sys.executable)} -m mctf"
+    found = shutil.which("mctf")
+    if not called.is_file() or (found is not None and _same_file(Path(found), str(called))):
+        return "mctf"
+    path = os.path.abspath(called)  # without resolving links: those of an environment lead out of it
+    near = os.path.relpath(path)
+    if os.sep not in near:
+        near = os.path.join(os.curdir, near)  # else the shell looks for it on PATH
+    return shlex.quote(path if near.startswith(os.pardir) else near)
 
 
 def width() -> int:

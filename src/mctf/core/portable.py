@@ -142,10 +142,10 @@ def cluster(
         if len(joined) == len(joining_per_round):
             break
         target = parent.gather(1, joining)
-        into, leaving = (target == index).to(mass.dtype), (joining == index).to(mass.dtype)  # B k n
+        into, merged = (target == index).to(mass.dtype), (joining == index).to(mass.dtype)  # B k n
         added = mass.gather(1, joining)
         total = mass + into.transpose(1, 2) @ added
-        left = (leaving - into) * (added / total.gather(1, target))
+        left = (merged - into) * (added / total.gather(1, target))
         mass = torch.where(parent == index[:, None], total, 0)
         moved = left @ distances
         moved = moved + (moved @ left.transpose(1, 2)) @ (into / 2)

@@ -180,9 +180,8 @@ def reductions(schedule: Sequence[Amount], tokens: int, *, protected: int, metho
         stage = stage_of(schedule, index)
         requested = method.num_requested(amount, tokens, protected=protected, initial=initial, stage=stage)
         reduced = method.num_reduced(amount, tokens, protected=protected, initial=initial, stage=stage)
-        remaining = method.num_remaining(tokens, reduced)
-        result.append(Reduction(tokens, requested, reduced, remaining))
-        tokens = remaining
+        result.append(Reduction(tokens, requested, reduced, method.num_remaining(tokens, reduced)))
+        tokens = result[-1].num_remaining
     return result
 
 

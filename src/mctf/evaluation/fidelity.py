@@ -105,8 +105,8 @@ def score(
     cosine = F.cosine_similarity(output.pooled.cpu().double(), reference.pooled.cpu().double(), dim=1)
     patches = None
     if output.tokens is not None and reference.tokens is not None:
-        fused, plain = (each[:, protected:].float() for each in (output.tokens, reference.tokens))
-        patches = F.cosine_similarity(fused, plain, dim=2).cpu().double().mean(dim=1)
+        fused, baseline_tokens = (each[:, protected:].float() for each in (output.tokens, reference.tokens))
+        patches = F.cosine_similarity(fused, baseline_tokens, dim=2).cpu().double().mean(dim=1)
     return Scores(top1, top5, agreement, kl, cosine, patches)
 
 

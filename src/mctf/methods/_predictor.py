@@ -93,8 +93,8 @@ class PredictorMethod(Method):
         """A count as it is; for a ratio, all but floor(share * n) of the n input patches."""
         if isinstance(amount, int) or amount == 0:
             return requested_tokens(amount, tokens - protected)
-        remaining = math.floor(self.share(amount, stage) * (initial - protected) + 1e-9)  # as in `requested_tokens`
-        return max(0, tokens - protected - stage * self.added - remaining)
+        num_remaining = math.floor(self.share(amount, stage) * (initial - protected) + 1e-9)  # as in `requested_tokens`
+        return max(0, tokens - protected - stage * self.added - num_remaining)
 
     def num_reduced(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         """The requested number, as long as one patch remains; 0 where as many tokens would be added."""

@@ -148,7 +148,7 @@ class AViT(Adaptive):
         run = state.ponder.detach().ceil() - 1  # the remainder is above 0 and at most 1
         return self.ponder_weight + self.keep_weight * (run.mean() / len(state.scores) - self.keep)
 
-    def cost_of(self, shape: BlockShape, tokens: int, remaining: int, *, protected: int) -> Cost:
+    def cost_of(self, shape: BlockShape, tokens: int, num_remaining: int, *, protected: int) -> Cost:
         """That of the block: tokens halt behind it, and additions are not counted."""
         return Cost(paper=shape.plain(tokens), run=shape.plain(tokens))
 

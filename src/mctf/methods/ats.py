@@ -57,8 +57,8 @@ class ATS(Adaptive):
 
     def num_requested(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         """The fewest tokens that sampling drops: it keeps at most what r leaves of the input tokens, and never all."""
-        remaining = initial - requested_tokens(amount, initial - protected)
-        return max(1, tokens - remaining) if amount else 0
+        num_remaining = initial - requested_tokens(amount, initial - protected)
+        return max(1, tokens - num_remaining) if amount else 0
 
     def num_reduced(self, amount: Amount, tokens: int, *, protected: int, initial: int, stage: int) -> int:
         requested = self.num_requested(amount, tokens, protected=protected, initial=initial, stage=stage)
@@ -97,11 +97,11 @@ class ATS(Adaptive):
         ranked = rank_descending(significance.where(present, -1)) < least
         return torch.cat([first, torch.where(enough, sampled, ranked & present)], dim=1)
 
-    def cost_of(self, shape: BlockShape, tokens: int, remaining: int, *, protected: int) -> Cost:
+    def cost_of(self, shape: BlockShape, tokens: int, num_remaining: int, *, protected: int) -> Cost:
         """Attention for all queries, of which some are discarded, as published."""
         inputs = shape.norm(tokens) + shape.queries_keys(tokens) + shape.values(tokens) + shape.finish_context(tokens)
         attention = shape.map(tokens, tokens) + shape.product(tokens, tokens)
-        cost = inputs + attention + shape.project(remaining) + shape.mlp_branch(remaining)
+        cost = inputs + attention + shape.project(num_remaining) + shape.mlp_branch(num_remaining)
         return Cost(paper=cost, run=cost)
 
 

@@ -313,8 +313,8 @@ class Adaptive(Method):
         return 0
 
     @abstractmethod
-    def cost_of(self, shape: BlockShape, tokens: int, remaining: int, *, protected: int) -> Cost:
-        """Multiply-adds of a deciding block after which `remaining` of its tokens are left."""
+    def cost_of(self, shape: BlockShape, tokens: int, num_remaining: int, *, protected: int) -> Cost:
+        """Multiply-adds of a deciding block after which `num_remaining` of its tokens are left."""
 
     def cost(self, shape: BlockShape, tokens: int, r: int, *, protected: int) -> Cost:
         if r == 0:

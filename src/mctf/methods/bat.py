@@ -75,10 +75,10 @@ class BAT(ClassAttentionMethod):
 
     def budget(self, unprotected: int, r: int) -> Budget:
         """The split of so many unprotected tokens of which r are removed."""
-        remaining = unprotected - r
-        clusters = max(1, min(requested_tokens(self.clusters, remaining), remaining - 1))
-        pairs = min(requested_tokens(self.pairs, remaining), r, remaining - clusters)
-        attentive = remaining - clusters + pairs
+        num_remaining = unprotected - r
+        clusters = max(1, min(requested_tokens(self.clusters, num_remaining), num_remaining - 1))
+        pairs = min(requested_tokens(self.pairs, num_remaining), r, num_remaining - clusters)
+        attentive = num_remaining - clusters + pairs
         lower = max(2 * pairs, min(requested_tokens(self.lower, attentive), attentive)) if pairs else 0
         return Budget(attentive - lower, lower, pairs, unprotected - attentive, clusters)
 

@@ -174,8 +174,8 @@ class IARED2(Adaptive):
         gain = 1 - (self.keep + (kept - self.keep).abs()).square()
         return gain.where(logits.argmax(dim=1) == labels, -self.penalty)
 
-    def cost_of(self, shape: BlockShape, tokens: int, remaining: int, *, protected: int) -> Cost:
-        cost = shape.plain(remaining) + Interpreter.cost(shape.channels, shape.heads, tokens)
+    def cost_of(self, shape: BlockShape, tokens: int, num_remaining: int, *, protected: int) -> Cost:
+        cost = shape.plain(num_remaining) + Interpreter.cost(shape.channels, shape.heads, tokens)
         return Cost(paper=cost, run=cost)
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ..api import fuse
 from ..core.schedule import ReductionSpec
-from ..data import Preprocessing
+from ..data import Preprocessing, ReadLimits
+from ..data.decode import DEFAULT_LIMITS
 from ..errors import MctfError
 from ..evaluation.environment import describe_device
 from ..evaluation.fidelity import Fidelity, Output, average, run_model, score
@@ -35,27 +36,38 @@ _SIDE = 448  # pixels of a picture's shorter side: larger ones take longer to dr
 
 @dataclass(frozen=True)
 class Photograph:
-    """A file of an installed package, and the class that it shows: one of ImageNet and of Tiny-ImageNet."""
+    """A name and an image file.
 
+    box: the part to show, as (left, top, right, bottom) in pixels. label: the class that it shows, where one is known.
+    """
+
+    name: str
     path: Path
-    label: str
+    box: tuple[int, int, int, int] | None = None
+    label: str | None = None
+
+    def open(self, limits: ReadLimits = DEFAULT_LIMITS) -> Image.Image:
+        """As `open_image`, cropped to the box."""
+        image = open_image(self.path, limits)
+        return image if self.box is None else image.crop(self.box)
 
 
-_FILES = (  # module, file, class; without gradio, which is part of another extra, there is one photograph less
-    ("skimage", "data/coffee.png", "espresso"),
-    ("gradio", "media_assets/images/lion.jpg", "lion"),
+_FILES = (  # labels are classes of ImageNet and of Tiny-ImageNet; gradio is part of another extra than scikit-image
+    ("skimage", Photograph("cat", Path("data/chelsea.png"), box=(240, 90, 450, 300), label="Egyptian cat")),
+    ("skimage", Photograph("coffee", Path("data/coffee.png"), label="espresso")),
+    ("gradio", Photograph("lion", Path("media_assets/images/lion.jpg"), label="lion")),
 )
 
 
 def photographs() -> list[Photograph]:
-    """A cup of scikit-image, and a lion where gradio is installed."""
+    """A cat and a cup of scikit-image, and a lion where gradio is installed."""
     found = []
-    for module, name, label in _FILES:
+    for module, photograph in _FILES:
         spec = find_spec(module)
         if spec is not None and spec.submodule_search_locations:
-            path = Path(spec.submodule_search_locations[0]) / name
+            path = Path(spec.submodule_search_locations[0]) / photograph.path
             if path.is_file():
-                found.append(Photograph(path, label))
+                found.append(replace(photograph, path=path))
     if not found:
         raise MctfError("the demo's photographs are files of scikit-image: run pip install 'mctf[demo]'")
     return found
@@ -106,7 +118,7 @@ class Demonstration:
     def of(
         cls,
         model: nn.Module,
-        files: Sequence[Path],
+        shown: Sequence[Photograph],
         *,
         method: str | None,
         r: ReductionSpec | None,
@@ -124,8 +136,8 @@ class Demonstration:
             free_drop=fuse(copy_sharing_weights(model), "free_drop", r=planned.removed, trim_last=planned.trimmed),
             plan=planned,
             preprocessing=preprocessing,
-            names=tuple(path.stem for path in files),
-            pixels=torch.stack([transform(open_image(path)) for path in files]).to(device),
+            names=tuple(each.name for each in shown),
+            pixels=torch.stack([transform(each.open()) for each in shown]).to(device),
         )
 
     @property

@@ -120,21 +120,21 @@ class Inspector:
     def inspect(self, image: Image.Image, *, model: str, fusions: Sequence[Fusion], batch: int = 1) -> Inspection:
         """The unfused model and every fusion of it on one RGB image. batch: copies of the image in a timed pass."""
         with self._busy, torch.inference_mode():
-            plain = self._model(model)
+            baseline = self._model(model)
             fused = [self._fuse(model, fusion) for fusion in fusions]
-            preprocessing = Preprocessing.of(plain)
-            weight = next(plain.parameters())
+            preprocessing = Preprocessing.of(baseline)
+            weight = next(baseline.parameters())
             tensor = preprocessing.transform()(image)
             pixels = tensor[None].to(weight.device, weight.dtype)
             shown = to_image(tensor, preprocessing)
-            outputs = [_Run(plain(pixels), None), *(_run(each, pixels) for each, _ in fused)]
+            outputs = [_Run(baseline(pixels), None), *(_run(each, pixels) for each, _ in fused)]
             copies = pixels.repeat(batch, 1, 1, 1)
-            passes = [partial(each, copies) for each in (plain, *(each for each, _ in fused))]
+            passes = [partial(each, copies) for each in (baseline, *(each for each, _ in fused))]
             forwards = dict(zip(map(str, range(len(passes))), passes, strict=True))  # a method may be there twice
             timings = list(time_interleaved(forwards, device=self.device, rounds=self._rounds, warmup=_WARMUP).values())
-        labels = class_labels(plain) if getattr(plain, "num_classes", 0) else ()
+        labels = class_labels(baseline) if getattr(baseline, "num_classes", 0) else ()
         reference = outputs[0].logits
-        own = plan(plain, r=0)
+        own = plan(baseline, r=0)
         count, depth = own.image_tokens, self.depth(model)
         results = [
             Result(
@@ -152,7 +152,7 @@ class Inspector:
             for name, planned, each, run, timing in zip(
                 (UNFUSED, *(fusion.method for fusion in fusions)),
                 (own, *(planned for _, planned in fused)),
-                (plain, *(each for each, _ in fused)),
+                (baseline, *(each for each, _ in fused)),
                 outputs,
                 timings,
                 strict=True,
@@ -179,12 +179,12 @@ class Inspector:
         """The fused copy and its plan; the least recently used one makes room."""
         key = (model, fusion)
         if key not in self._fused:
-            plain, setting = self._model(model), {"method": fusion.method, "flops": fusion.flops}
+            baseline, setting = self._model(model), {"method": fusion.method, "flops": fusion.flops}
             if fusion.method not in training_free():
                 make_method(fusion.method, {})  # refuses an unknown name
                 raise MctfError(f"{fusion.method} needs training: choose from {', '.join(training_free())}")
-            planned = plan(plain, **setting)  # type: ignore[arg-type]
-            self._fused[key] = fuse(copy_sharing_weights(plain), **setting), planned  # type: ignore[arg-type]
+            planned = plan(baseline, **setting)  # type: ignore[arg-type]
+            self._fused[key] = fuse(copy_sharing_weights(baseline), **setting), planned  # type: ignore[arg-type]
             while len(self._fused) > self._kept:
                 self._fused.popitem(last=False)
         self._fused.move_to_end(key)

@@ -26,8 +26,7 @@ from ..core.budget import parse_flops
 from ..data import ReadLimits
 from ..errors import MctfError, did_you_mean, shown
 from ..evaluation.environment import pick_device
-from .demo import photographs
-from .fused_patches import open_image
+from .demo import Photograph, photographs
 from .inspection import Fusion, Inspection, Inspector, training_free
 
 BUDGET = 0.56
@@ -105,7 +104,8 @@ def build(
     gradio = _gradio()
     options = {} if rounds is None else {"rounds": rounds}
     inspector = Inspector(models, device=pick_device(None) if device is None else device, **options)
-    files = {path.stem: path for path in (_demo_photographs() if samples is None else samples)}
+    listed = _demo_photographs() if samples is None else [Photograph(path.stem, path) for path in samples]
+    files = {each.name: each for each in listed}
     names, methods = list(inspector.models), training_free()
 
     def show(
@@ -114,13 +114,13 @@ def build(
         try:
             depth = inspector.depth(model)
             block = min(int(block), depth - 1)
-            path = Path(upload) if upload else files.get(photo or "")
-            if path is None:
+            chosen = Photograph("own", Path(upload)) if upload else files.get(photo or "")
+            if chosen is None:
                 raise MctfError("there is no photograph yet: drop one into the box on the left")
             try:
-                image = open_image(path, _LIMITS)
+                image = chosen.open(_LIMITS)
             except MctfError as failure:
-                raise MctfError(str(failure).replace(str(path), path.name)) from None
+                raise MctfError(str(failure).replace(str(chosen.path), chosen.path.name)) from None
             fusions = [Fusion(method, float(flops)) for method in (first, second)]
             inspection = inspector.inspect(image, model=model, fusions=fusions, batch=int(batch))
         except MctfError as failure:
@@ -176,7 +176,7 @@ def build(
                     label="Your photograph", show_label=False, file_count="single", type="filepath", height=132
                 )
                 gallery = gradio.Gallery(
-                    value=[_thumbnail(path) for path in files.values()],
+                    value=[_thumbnail(each) for each in files.values()],
                     label="Photographs to pick from",
                     show_label=False,
                     columns=4,
@@ -191,7 +191,7 @@ def build(
                 model = gradio.Dropdown(names, value=names[0], label="Model")
                 with gradio.Row():
                     first = gradio.Dropdown(methods, value=_METHODS[0], label="Method", min_width=130)
-                    second = gradio.Dropdown(methods, value=_METHODS[1], label="beside", min_width=130)
+                    second = gradio.Dropdown(methods, value=_METHODS[1], label="Second method", min_width=130)
                 flops = gradio.Slider(LOWEST, 1, BUDGET, step=0.01, label="Budget: FLOPs to keep", buttons=[])
                 batch = gradio.Radio(list(BATCHES), value=BATCHES[-1], label="Images per timed pass")
             with gradio.Column(scale=3, min_width=440):
@@ -281,15 +281,15 @@ def _error(message: object) -> str:
     return f'<p class="mctf-error" role="alert">{html.escape(str(message))}</p>'
 
 
-def _thumbnail(path: Path) -> tuple[Image.Image, str]:
-    image = open_image(path, _LIMITS)
+def _thumbnail(photograph: Photograph) -> tuple[Image.Image, str]:
+    image = photograph.open(_LIMITS)
     image.thumbnail((240, 240))
-    return image, path.stem
+    return image, photograph.name
 
 
-def _demo_photographs() -> list[Path]:
+def _demo_photographs() -> list[Photograph]:
     try:
-        return [each.path for each in photographs()]
+        return photographs()
     except MctfError:  # their packages lack them, and the playground does without
         return []
 
