@@ -136,6 +136,8 @@ def command(
         depth=tuner.depth,
         tokens=tuner.architecture.tokens,
         protected=tuner.architecture.protected,
+        channels=tuner.architecture.blocks[0].channels,
+        heads=tuner.architecture.blocks[0].heads,
         r=best.tuned,
         flops=round(best.flops, 6),
         kl=best.kl,
