@@ -64,7 +64,10 @@ class StackHost(Protocol):
     @property
     @abstractmethod
     def reads_protected_only(self) -> bool:
-        """Whether the model's head reads protected tokens alone. Callers of its `forward_features` may read more."""
+        """Whether the model's head reads protected tokens alone.
+
+        Callers of its `forward_features` may read more: a host where this can be true attaches `HeadReads`.
+        """
 
     @property
     @abstractmethod
