@@ -14,6 +14,8 @@ to a JSON file.
 
 import argparse
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,7 @@ def main() -> None:
                     row[name] += cosine.reshape(len(batch.pixels), -1).mean(dim=1).sum().item()
 
         facts = run.facts(images=images)
+        facts["command"] = shlex.join(["python", "benchmarks/restored_tokens.py", *sys.argv[1:]])
 
     means = {key: {name: total / images for name, total in row.items()} for key, row in sums.items()}
     names = list(next(iter(means.values())))
