@@ -3,7 +3,10 @@
     mctf compare deit_tiny_patch16_224 --weights FILE --data imagenet-sample-500.zip --classes TSV --crop-pct 0.875 \
         --flops 0.48,0.56,0.67,0.78,0.88 --methods ward,diffrate,pitome,atc,mctf_exact,mctf,tome,evit,ats,bat \
         --output benchmarks/results/deit_tiny_methods.json
+    mctf eval deit_tiny_patch16_224 … -m diffrate --option prune=false --flops 0.48,0.56,0.67,0.78,0.88 --output FILE
     python benchmarks/methods_plot.py
+
+`other_runs` in the file names the methods whose rows come from the second command.
 """
 
 import json

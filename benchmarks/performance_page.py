@@ -24,6 +24,7 @@ COLUMNS = {
 }
 ALIASES = {"plain": "baseline", "free_drop, own patch embedding": "free_drop_conv"}
 NOISY = 0.05  # spreads above this are shown beside the number
+EQUAL = 0.10  # by this share, a method's FLOPs may exceed the upper bound's: beyond it, times are of unequal work
 TITLE = re.compile(
     r"(?P<model>\w+), (?P<amount>(r|flops)=[\w.]+( in blocks [\d,]+)?), batch (?P<batch>\d+), (?P<size>\d+)x\d+,"
 )
@@ -41,6 +42,7 @@ def read_tables(folder: Path) -> list[dict[str, Any]]:
                 **setting,
                 "pass": "training" if facts["training"] else "inference",
                 "graph": facts["compiled"] == "reduce-overhead",
+                "rounds": facts["rounds"],
                 "trimmed": "trimmed last block" in table["title"],
                 "rows": {ALIASES.get(row["name"], row["name"]): row for row in table["rows"]},
             }
@@ -71,12 +73,13 @@ def cell(row: dict[str, Any] | None) -> str:
 
 
 def overhead(rows: dict[str, dict[str, Any]]) -> str:
-    """Time of mctf_exact and ward over that of dropping as many tokens: the cost of matching and pooling."""
-    if "free_drop" not in rows:
-        return ""
-    bound = rows["free_drop"]["milliseconds"]
-    timed = [name for name in ("mctf_exact", "ward") if name in rows]
-    return ", ".join(f"{rows[name]['milliseconds'] / bound - 1:+.0%}{' ward' * (name == 'ward')}" for name in timed)
+    """Time of mctf_exact and ward over that of dropping tokens, at about equal FLOPs: matching and pooling."""
+    bound, shown = rows.get("free_drop"), []
+    for name in ("mctf_exact", "ward"):
+        if bound is None or name not in rows or rows[name]["gflops"] > (1 + EQUAL) * bound["gflops"]:
+            continue
+        shown.append(f"{rows[name]['milliseconds'] / bound['milliseconds'] - 1:+.0%}{' ward' * (name == 'ward')}")
+    return ", ".join(shown)
 
 
 def make_table(tables: list[dict[str, Any]]) -> str:
@@ -88,13 +91,19 @@ def make_table(tables: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def make_sentence(tables: list[dict[str, Any]]) -> str:
+    rounds = sorted({table["rounds"] for table in tables})
+    span = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
+    return f"Medians of {span} rounds, in which the models take turns."
+
+
 def make_page(text: str, tables: list[dict[str, Any]]) -> str:
     """The page with its table replaced."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise SystemExit(f"{PAGE} lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n{make_table(tables)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{make_sentence(tables)}\n\n{make_table(tables)}\n{END}{after}"
 
 
 def draw_plot(tables: list[dict[str, Any]], path: Path) -> None:

@@ -8,10 +8,14 @@ residual (copy / residual), per method at an equal share of the FLOPs:
     mean, normed  mean of the final normalized patches, as of a head that pools after the norm
     normed mean   norm of the mean of the final patches, as of a head that pools before the norm (timm's `fc_norm`)
 
-The means are those of a model that was trained with its own pooling. Prints a Markdown table.
+The means are those of a model that was trained with its own pooling. Prints a Markdown table; `--output` adds the run
+to a JSON file.
 """
 
 import argparse
+import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +55,10 @@ def main() -> None:
     parser.add_argument("--methods", default="ward,mctf,mctf_exact,tome")
     parser.add_argument("--flops", type=float, default=0.58)
     parser.add_argument("--block", type=int, default=6)
+    parser.add_argument("--output", type=Path)
     given = vars(parser.parse_args())
     methods, share, block = given.pop("methods").split(","), given.pop("flops"), given.pop("block")
+    output: Path | None = given.pop("output")
 
     sums: dict[tuple[str, str], dict[str, float]] = {}
     images = 0
@@ -74,13 +80,21 @@ def main() -> None:
                     cosine = F.cosine_similarity(value, reference[name], dim=-1)
                     row[name] += cosine.reshape(len(batch.pixels), -1).mean(dim=1).sum().item()
 
-    names = list(next(iter(sums.values())))
+        facts = run.facts(images=images)
+        facts["command"] = shlex.join(["python", "benchmarks/restored_tokens.py", *sys.argv[1:]])
+
+    means = {key: {name: total / images for name, total in row.items()} for key, row in sums.items()}
+    names = list(next(iter(means.values())))
+    if output is not None:
+        runs = json.loads(output.read_text())["runs"] if output.exists() else []
+        cosines = [{"method": method, "restore": restore, **row} for (method, restore), row in means.items()]
+        output.write_text(json.dumps({"runs": [*runs, {**facts, "flops": share, "cosine": cosines}]}, indent=2) + "\n")
     print(f"{given['model']}, {images} images, {share:.0%} of the FLOPs\n")
     print("| copy / residual | " + " | ".join(names) + " |")
     print("|---|" + "---:|" * len(names))
     for method in methods:
-        rows = [sums[method, restore] for restore in ("copy", "residual")]
-        cells = [" / ".join(f"{row[name] / images:.4f}" for row in rows) for name in names]
+        rows = [means[method, restore] for restore in ("copy", "residual")]
+        cells = [" / ".join(f"{row[name]:.4f}" for row in rows) for name in names]
         print(f"| `{method}` | " + " | ".join(cells) + " |")
 
 

@@ -50,6 +50,16 @@ def test_blocks_are_those_of_the_user(tiny: Any, method: str) -> None:
     assert model.blocks.schedule == (0, 0, 0, 8, 0, 0, 8, 0, 0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("flops", [0.95, 0.97, 0.999])
+def test_near_one_a_budget_is_kept(tiny: Any, flops: float) -> None:
+    """A trimmed last block saves 7 % at once; matching a few tokens costs more than they save."""
+    plan = mctf.plan(tiny, method="ward", flops=flops)
+    assert plan.trimmed
+    assert 0.92 < 1 - plan.saved <= mctf.plan(tiny, method="ward", r=0.01).gflops / plan.gflops_base
+    assert mctf.plan(tiny, method="mctf", flops=flops).gflops <= plan.gflops_base
+    assert any(step.num_reduced for step in mctf.plan(tiny, method="mctf", flops=min(flops, 0.99)).reductions)
+
+
 def test_a_budget_of_all_flops_fuses_nothing() -> None:
     model = make("plain")
     images = make_images(model, 2)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,23 @@ import mctf
 from helpers.models import make
 from helpers.refusals import assert_refused
 from mctf.models.loading import create_empty
-from mctf.schedule_file import Schedule, read_schedule
+from mctf.schedule_file import Schedule, TunedElsewhereWarning, read_schedule
 
 PLAIN = make("plain")
 TOKENS = mctf.plan(PLAIN, r=0).image_tokens
 DEPTH = len(PLAIN.blocks)
-GOOD = Schedule(method="ward", depth=DEPTH, tokens=TOKENS, protected=1, r=(0, 5, 0, 3), options={"rounds": 2}, kl=0.1)
+WIDTH, HEADS = PLAIN.embed_dim, PLAIN.blocks[0].attn.num_heads
+GOOD = Schedule(
+    method="ward",
+    depth=DEPTH,
+    tokens=TOKENS,
+    protected=1,
+    channels=WIDTH,
+    heads=HEADS,
+    r=(0, 5, 0, 3),
+    options={"rounds": 2},
+    kl=0.1,
+)
 
 
 @pytest.fixture
@@ -62,6 +74,10 @@ CHANGED: list[tuple[dict[str, Any], str]] = [
     ({"tokens": 1.5}, "its tokens is 1.5"),
     ({"protected": 2}, "for 2 protected tokens"),
     ({"protected": -1}, "its protected is -1"),
+    ({"channels": 2 * WIDTH}, f"for {2 * WIDTH} channels, but"),
+    ({"heads": HEADS + 1}, f"for {HEADS + 1} heads, but"),
+    ({"channels": 0}, "its channels is 0"),
+    ({"heads": "3"}, "its heads is '3'"),
     ({"r": 16}, "its r is 16"),
     ({"r": "fast"}, "its r is 'fast'"),
     ({"r": [0, -5, 0, 3]}, "r=-5 is negative"),
@@ -123,6 +139,18 @@ def test_what_is_no_schedule_file(model: Any, tmp_path: Path) -> None:
 def test_contradictions_are_refused(model: Any, given: dict[str, Any], says: str) -> None:
     assert_refused(model, says, lambda: mctf.fuse(model, schedule=GOOD, **given))
     assert_refused(model, says, lambda: mctf.plan(model, schedule=GOOD, **given))
+
+
+def test_another_model_of_the_same_shape_is_named() -> None:
+    (name, *_) = mctf.schedules()
+    schedule = read_schedule(name)
+    with pytest.warns(TunedElsewhereWarning, match="tuned for 'deit_tiny_patch16_224', not vit_tiny_patch16_224"):
+        mctf.plan("vit_tiny_patch16_224", schedule=name)
+    with pytest.raises(mctf.MctfError, match=r"for 192 channels .*deit_small_patch16_224 has 384"):
+        mctf.plan("deit_small_patch16_224", schedule=name)
+    with warnings.catch_warnings(action="error"):
+        for model in (schedule.model, f"{schedule.model}.fb_in1k", "hf:facebook/deit-tiny-patch16-224", None):
+            mctf.plan(schedule.model, schedule=replace(schedule, model=model))
 
 
 def test_another_image_size_is_refused(model: Any) -> None:

@@ -44,8 +44,9 @@ def fuse(
     dense: give one token per input token to whatever reads the model's tokens, for heads of your own on top of
         `forward_features`; by default a model that reads the class token alone keeps its tokens fused.
     trim_last: let the last block compute queries, projection and MLP only for the tokens that the head reads, where it
-        reads the class token alone. Logits are the same, and `forward_features` returns only those tokens. By default
-        the method's choice: ward does where it fuses anything, the published methods do not.
+        reads the class token alone. Logits are the same. `forward_features` called by itself returns all fused tokens,
+        and hooks up to the head switch it off. By default the method's choice: ward does where it fuses anything, the
+        published methods do not.
     restore: what an input token gets where every token is read (`dense`, mean or attention pooling, feature maps,
         models of transformers): "residual", its fused token plus the differences that the fusions took from it, or
         "copy", its fused token alone.

@@ -1,15 +1,17 @@
 """Schedule files: how many tokens each block of a model fuses, as `mctf tune` found it, in a small JSON file.
 
     {"format": "mctf schedule", "version": 1, "model": …, "method": …, "options": {}, "depth": 12, "tokens": 197,
-     "protected": 1, "r": [one amount per block], "flops": share of the baseline's, "kl": measured, "images": …,
-     "seed": …, "mctf": version, "command": …}
+     "protected": 1, "channels": 192, "heads": 3, "r": [one amount per block], "flops": share of the baseline's,
+     "kl": measured, "images": …, "seed": …, "mctf": version, "command": …}
 
-method, depth, tokens, protected and r are what fusing needs; the others tell where the schedule comes from. Schedules
-that come with the package are files of `data_files/schedules`, called by their names without the suffix.
+method, depth, tokens, protected and r are what fusing needs. channels and heads are checked where a file has them. The
+others tell where the schedule comes from. Schedules that come with the package are files of `data_files/schedules`,
+called by their names without the suffix.
 """
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -22,13 +24,19 @@ from .hosts import Architecture
 
 FORMAT, VERSION = "mctf schedule", 1
 _CURE = "give a file that mctf tune wrote"
+_WIDTHS = ("channels", "heads")  # older files lack them
 _FOLDER = Path(__file__).parent / "data_files" / "schedules"
+
+
+class TunedElsewhereWarning(UserWarning):
+    """A schedule is used on another model of the same shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """One amount per block (r) for models of this depth and number of tokens, protected ones included.
 
+    channels, heads: of the model's blocks, None where they are not known.
     flops: share of the baseline's FLOPs. kl: to the unfused model, mean over `images` images.
     """
 
@@ -37,6 +45,8 @@ class Schedule:
     tokens: int
     protected: int
     r: tuple[Amount, ...]
+    channels: int | None = None
+    heads: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
     flops: float | None = None
@@ -58,24 +68,37 @@ class Schedule:
             raise MctfError(f"a schedule includes the options of its method: leave out {shown(given)}")
 
     def check_model(self, architecture: Architecture) -> None:
-        """Raise MctfError for a model of another depth or number of tokens."""
+        """Raise MctfError for a model of another shape; warn where another model has the same."""
+        shape = architecture.blocks[0]
         pairs = (
             ("blocks", self.depth, len(architecture.blocks)),
             ("tokens", self.tokens, architecture.tokens),
             ("protected tokens", self.protected, architecture.protected),
+            ("channels", self.channels, shape.channels),
+            ("heads", self.heads, shape.heads),
         )
         for what, ours, theirs in pairs:
-            if ours != theirs:
+            if ours is not None and ours != theirs:
                 made_for = f" (made for {shown(self.model)})" if self.model else ""
                 raise MctfError(
                     f"the schedule is for {ours} {what}{made_for}, but {architecture.name} has {theirs}: "
                     "tune one for this model and image size"
                 )
+        if self._is_of_another(architecture.name):
+            message = f"the schedule was tuned for {shown(self.model)}, not {architecture.name}: its KL here is unknown"
+            warnings.warn(message, TunedElsewhereWarning, stacklevel=2)
+
+    def _is_of_another(self, name: str) -> bool:
+        """Whether both names are timm's, and differ in more than the tag of their weights."""
+        import timm
+
+        own = self.model.rpartition("/")[2].partition(".")[0] if isinstance(self.model, str) else ""
+        return timm.is_model(own) and timm.is_model(name) and own != name
 
     def as_dict(self) -> dict[str, Any]:
         """The content of the file."""
         facts = asdict(self) | {"r": list(self.r)}
-        first = ("model", "method", "options", "depth", "tokens", "protected", "r")
+        first = ("model", "method", "options", "depth", "tokens", "protected", *_WIDTHS, "r")
         return {"format": FORMAT, "version": VERSION, **{name: facts[name] for name in first}, **facts}
 
     def write(self, path: Path) -> None:
@@ -136,6 +159,10 @@ def _checked(facts: Mapping[Any, Any], name: str) -> Schedule:
         value = facts.get(key, {} if key == "options" else None)
         whole = type(value) is int and value >= 0
         if not isinstance(value, kind) or (int in kind and not whole):
+            raise MctfError(f"{name} is damaged, its {key} is {shown(value)}: {_CURE}")
+    for key in _WIDTHS:
+        value = facts.get(key)
+        if value is not None and (type(value) is not int or value < 1):
             raise MctfError(f"{name} is damaged, its {key} is {shown(value)}: {_CURE}")
     if not all(isinstance(option, str) for option in facts.get("options", {})):
         raise MctfError(f"{name} is damaged, its options are {shown(facts['options'])}: {_CURE}")

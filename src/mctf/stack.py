@@ -24,9 +24,11 @@ their own, with its own run; padding attends to the tokens of its image, and not
 Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
 """
 
+import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -43,6 +45,7 @@ from .errors import MctfError
 from .methods.base import BlockContext, BlockOps, BlockOutput, Method, run_first
 
 RESTORES = ("residual", "copy")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class StackHost(Protocol):
@@ -61,7 +64,15 @@ class StackHost(Protocol):
     @property
     @abstractmethod
     def reads_protected_only(self) -> bool:
-        """Whether what follows the stack reads protected tokens alone."""
+        """Whether the model's head reads protected tokens alone.
+
+        Callers of its `forward_features` may read more: a host where this can be true attaches `HeadReads`.
+        """
+
+    @property
+    @abstractmethod
+    def after_blocks(self) -> Sequence[nn.Module]:
+        """Modules between the stack and the classifier, where `reads_protected_only`."""
 
     @property
     @abstractmethod
@@ -109,8 +120,9 @@ class FusedStack(nn.Module):
 
     dense: return one token per input token whatever the host's head reads.
     trim_last: where nothing but protected tokens is read, the last block computes queries, projection and MLP for
-    those alone, and the stack returns them alone. Results are the same; traces and hooks switch it off. None: where the
-    method wants it and fuses anything, so that r = 0 is the unfused model bit for bit.
+    those alone, and the stack returns them alone. That holds in the model's own forward (`HeadReads`) and where
+    `features_for_head` runs the blocks. Results are the same; traces and hooks switch it off. None: where the method
+    wants it and fuses anything, so that r = 0 is the unfused model bit for bit.
     restore: how one token per input token is made of the fused ones, "residual" or "copy". Methods that restore tokens
     themselves are trained with copies and keep to them.
     layers: the method's learned layers, by block number; they are registered elsewhere in the model.
@@ -147,6 +159,8 @@ class FusedStack(nn.Module):
         self.bound_block: type[BoundBlock] = BoundBlock  # what an iteration yields; a host may have its own kind
         self._container = (container,)  # in a tuple: as an attribute it would register all blocks twice
         self._observers: list[Observer] = []
+        self._head_reads: set[int] = set()  # threads whose next pass is for the model's head alone
+        self._head_reads_traced = False  # the same while torch.compile or torch.export traces: it guards what it reads
 
     @property
     def layers(self) -> nn.ModuleDict | None:
@@ -206,7 +220,7 @@ class FusedStack(nn.Module):
         unpool, shares = self.dense or self.host.reads_every_token, self.host.uses_positions
         residual = unpool and self.keeps_residual
         state, initial = State(), x.shape[1]
-        trimmed = not unpool and self._trims(schedule)
+        trimmed = self._take_head_reads() and not unpool and self._trims(schedule)
         for index in range(len(self)):
             if trimmed and index == len(self) - 1:
                 block = self.host.ops(self.block_modules()[index], arguments, state.positions)
@@ -233,7 +247,23 @@ class FusedStack(nn.Module):
         if not self.host.reads_protected_only or not self.host.protected:
             return False
         last = self.block_modules()[-1]
-        return not any(module._forward_hooks or module._forward_pre_hooks for module in (self, *last.modules()))
+        modules = (self, *last.modules(), *chain.from_iterable(each.modules() for each in self.host.after_blocks))
+        return not any(getattr(module, hooks) for module in modules for hooks in _HOOKS)
+
+    def set_head_reads(self, value: bool) -> None:
+        """Whether the next pass in this thread is for the model's head alone."""
+        if torch.compiler.is_compiling():
+            self._head_reads_traced = value
+        elif value:
+            self._head_reads.add(threading.get_ident())
+        else:
+            self._head_reads.discard(threading.get_ident())
+
+    def _take_head_reads(self) -> bool:
+        """Whether this pass is; the next one is not."""
+        value = self._head_reads_traced if torch.compiler.is_compiling() else threading.get_ident() in self._head_reads
+        self.set_head_reads(False)
+        return value
 
     def run_block(
         self,
@@ -355,6 +385,41 @@ class FusedStack(nn.Module):
             f"method={self.method}, r={self.r!r}, blocks={self.blocks}, dense={self.dense}, "
             f"trim_last={self.trim_last}, restore={self.restore!r}"
         )
+
+
+class HeadReads:
+    """Pre-hook (value True) and hook (False) of a model: in between, its head alone reads what the stack returns."""
+
+    def __init__(self, stack: FusedStack, value: bool) -> None:
+        self.stack = stack
+        self.value = value
+
+    @classmethod
+    def attach(cls, model: nn.Module, stack: FusedStack) -> None:
+        model.register_forward_pre_hook(cls(stack, True))
+        model.register_forward_hook(cls(stack, False), always_call=True)  # after a failure as well
+
+    @classmethod
+    def detach(cls, model: nn.Module) -> None:
+        for hooks in (model._forward_pre_hooks, model._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, cls)]:
+                del hooks[key]
+                model._forward_hooks_always_called.pop(key, None)
+
+    def __call__(self, *_: Any) -> None:
+        self.stack.set_head_reads(self.value)
+
+
+def features_for_head(model: Any, images: Tensor) -> Any:
+    """The model's `forward_features` for its `forward_head` alone, as its own forward runs them."""
+    stack = getattr(model, "blocks", None)
+    if not isinstance(stack, FusedStack):
+        return model.forward_features(images)
+    stack.set_head_reads(True)
+    try:
+        return model.forward_features(images)
+    finally:
+        stack.set_head_reads(False)
 
 
 def _refuse_proxy(x: object) -> None:

@@ -115,6 +115,17 @@ def test_an_interrupted_search_continues(
     assert len(calls) - 3 > resumed
 
 
+def test_an_aim_out_of_reach_leaves_no_file(run: Command, basic: tuple[object, ...], tmp_path: Path) -> None:
+    words = ("tune", *basic, "--images", 4, "--max-kl", 1e-12)
+    assert "a KL of 1e-12 is out of reach" in run.refusal(*words)
+    assert list(tmp_path.iterdir()) == []
+    run.refusal(*words, "--cache", "scores")
+    assert [path.name for path in tmp_path.iterdir()] == ["scores"], "kept where it was asked for"
+    Path("scores").rename("schedule.json.progress")
+    run.refusal(*words)
+    assert [path.name for path in tmp_path.iterdir()] == ["schedule.json.progress"], "of an earlier search"
+
+
 @pytest.mark.slow
 def test_scores_serve_other_budgets_and_no_other_images(run: Command, basic: tuple[object, ...]) -> None:
     words = ("tune", *basic, "--images", 4, "--cache", "scores")

@@ -1,6 +1,7 @@
 """The search for a schedule, on a model whose KL is known by formula, and on a real one."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,38 @@ def test_points_of_the_table(deit: Any) -> None:
     assert all(point.kl <= point.default_kl for point in tuning.points)
     shares = [point.flops for point in tuning.points]
     assert shares == sorted(shares)
+
+
+def test_the_table_is_monotone_and_no_schedule_in_it_is_beaten(deit: Any) -> None:
+    search, _ = tuner(deit, LATE)
+    best = search.tune(0.6)
+    step = {
+        budget: (best.flops + budget - 0.6, kl) for budget, kl in ((0.5, 9.0), (0.56, 8.0), (0.58, 8.5), (0.8, 7.0))
+    }
+    points = [best, *(replace(best, budget=budget, flops=flops, kl=kl) for budget, (flops, kl) in step.items())]
+    best = replace(best, kl=8.2)
+    for fits, kl in ((lambda _: True, 8.0), (lambda _: False, 8.2)):
+        front = search._front(best, points[1:], fits)
+        assert [point.flops for point in front] == sorted(point.flops for point in front)
+        assert [point.kl for point in front] == sorted({point.kl for point in front}, reverse=True)
+        assert next(point.kl for point in front if point.budget == 0.6) == kl
+    search.solved_point = lambda budget, tuned=None: replace(best, budget=budget, kl=8.0, tuned=(1,) * 12, flops=0.5)  # type: ignore[method-assign]
+    tuning = search._tuning(best)
+    assert tuning.best.tuned == (1,) * 12, "what is written costs less and is better"
+    assert tuning.points == (tuning.best,)
+
+
+@pytest.mark.parametrize("method", ["ward", "mctf"])
+@pytest.mark.parametrize("budget", [0.9, 0.95, 0.97, 1.0])
+def test_budgets_near_one(deit: Any, method: str, budget: float) -> None:
+    """As close as one token in one block allows; what trims the last block has nothing between that and r = 0."""
+    search, _ = tuner(deit, LATE, method)
+    point = search.tune(budget)
+    assert point.flops == 1 - mctf.plan(deit, method=method, r=point.tuned).saved
+    highest = max(search.share(tuple(int(index == block) for index in range(12))) for block in range(1, 11))
+    wanted = budget if budget == 1 else min(budget, highest)
+    assert point.flops == pytest.approx(wanted, abs=0.004)
+    assert any(point.tuned) == (budget < 1)
 
 
 def test_the_cheapest_schedule_of_a_kl(deit: Any) -> None:

@@ -10,6 +10,7 @@ from mctf.core.schedule import ReductionSpec, reductions
 from mctf.hosts import find_host
 from mctf.methods import make_method
 from mctf.methods.base import BlockOutput
+from mctf.stack import features_for_head
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_the_last_block_is_trimmed(model: nn.Module) -> None:
     assert plan.trimmed
     assert plan.gflops < mctf.plan(model, method="ward", r=0.3, trim_last=False).gflops
     mctf.fuse(model, "ward", r=0.3)
-    assert model.forward_features(images).shape[1] == 1
+    assert features_for_head(model, images).shape[1] == 1
 
 
 def test_gradients_reach_every_weight(model: nn.Module) -> None:

@@ -285,3 +285,6 @@ def test_the_performance_table_is_that_of_the_result_files() -> None:
     assert script["make_page"](text, tables) == text, "run make docs"
     tables[0]["rows"]["mctf_exact"]["milliseconds"] += 1
     assert script["make_page"](text, tables) != text
+    bound = {"milliseconds": 2.0, "gflops": 10.0}
+    for gflops, shown in ((10.9, "+50% ward"), (11.1, "")):
+        assert script["overhead"]({"free_drop": bound, "ward": {"milliseconds": 3.0, "gflops": gflops}}) == shown

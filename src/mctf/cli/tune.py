@@ -115,19 +115,25 @@ def command(
             "crop": run.preprocessing.crop_pct,
             "mctf": __version__,
         }
+        resumed = progress_file.exists()
         file = ScoreFile.open(progress_file, scores_digest(run.model, images=digest, settings=settings))
         meter = KLMeter(run.model, batches, method=method, options=method_options, file=file)
         architecture = find_host(run.model).architecture(size)
         tuner = Tuner(run.model, meter, method=method, options=method_options, architecture=architecture)
-        with progress("tuning", tuner.passes(), wanted=run.options.progress) as bar:
-            meter.tick, tuner.phase = bar, bar.describe
-            if flops is not None:
-                tuning = tuner.tune_flops(flops)
-            elif max_kl is not None:
-                tuning = tuner.tune_kl(max_kl)
-            else:
-                batch = batches[0][:_TIMED].to(next(run.model.parameters()).device)
-                tuning = tuner.tune_speedup(speedup or 1, batch=batch)
+        try:
+            with progress("tuning", tuner.passes(), wanted=run.options.progress) as bar:
+                meter.tick, tuner.phase = bar, bar.describe
+                if flops is not None:
+                    tuning = tuner.tune_flops(flops)
+                elif max_kl is not None:
+                    tuning = tuner.tune_kl(max_kl)
+                else:
+                    batch = batches[0][:_TIMED].to(next(run.model.parameters()).device)
+                    tuning = tuner.tune_speedup(speedup or 1, batch=batch)
+        except MctfError:  # an aim out of reach; an interrupted search keeps its scores
+            if cache is None and not resumed:
+                progress_file.unlink(missing_ok=True)
+            raise
     best = tuning.best
     schedule = Schedule(
         model=run.options.model,
@@ -136,6 +142,8 @@ def command(
         depth=tuner.depth,
         tokens=tuner.architecture.tokens,
         protected=tuner.architecture.protected,
+        channels=tuner.architecture.blocks[0].channels,
+        heads=tuner.architecture.blocks[0].heads,
         r=best.tuned,
         flops=round(best.flops, 6),
         kl=best.kl,

@@ -3,7 +3,8 @@
 The settings of a method are ordered from the most to the least expensive. A method whose default r is a count reduces a
 little in every block: one step is one more token in one block, the first blocks first. A method whose default r is a
 ratio reduces much in a few blocks: one step is a thousandth. The step closest to the budget is chosen, above or below;
-steps are so fine that neither side has an advantage.
+steps are so fine that neither side has an advantage. Near a share of 1, where they are not, what fits the budget comes
+before r = 0, and the first step before those that cost more than it.
 """
 
 from bisect import bisect_left
@@ -65,7 +66,7 @@ class ReductionSweep:
         return self._bisect(target)
 
     def closest_share(self, share: float, *, baseline: float) -> ReductionSpec:
-        """The r whose cost is closest to this share of the baseline's (GFLOPs); r = 0 where that is.
+        """The r whose cost is closest to this share of the baseline's (GFLOPs); r = 0 where nothing else fits.
 
         Raises MctfError with the reachable shares for one below them.
         """
@@ -78,8 +79,11 @@ class ReductionSweep:
         target = share * baseline
         if target >= unfused:
             return 0
-        r = self._bisect(target)
-        return r if abs(self.gflops(r) - target) < unfused - target else 0
+        r, lightest = self._bisect(target), self.reductions[0]
+        if self.gflops(lightest) <= min(target, self.gflops(r)):  # it costs less, as matching a few tokens costs more
+            r = lightest
+        cost = self.gflops(r)
+        return r if cost <= target or cost - target < unfused - target else 0
 
     def _bisect(self, target: float) -> ReductionSpec:
         index = bisect_left(self.reductions, -target, key=lambda r: -self.gflops(r))

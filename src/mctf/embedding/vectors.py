@@ -16,6 +16,7 @@ from ..errors import MctfError
 from ..hosts import find_host
 from ..models.hf_images import ImageModel
 from ..models.open_clip_images import OpenClipImages
+from ..stack import features_for_head
 
 VECTORS = ("auto", "class", "mean", "attention", "projection", "logits")
 
@@ -50,7 +51,8 @@ class VectorReader:
         return vectors, probabilities, classes
 
     def _timm(self, images: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        tokens = self.model.forward_features(images)
+        every = self.kind == "mean"
+        tokens = self.model.forward_features(images) if every else features_for_head(self.model, images)
 
         def logits() -> Tensor:
             return self.model.forward_head(tokens)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..stack import features_for_head
+
 
 @dataclass(frozen=True)
 class Output:
@@ -39,7 +41,7 @@ def run_model(
     """
 
     def forward() -> tuple[Any, Tensor]:
-        tokens = model.forward_features(pixels)
+        tokens = features_for_head(model, pixels)
         return tokens, model.forward_head(tokens)
 
     tokens, logits = timer(forward)

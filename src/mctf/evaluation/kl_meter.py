@@ -23,6 +23,7 @@ from ..api import fuse, fused_stack
 from ..errors import MctfError
 from ..methods.base import BlockOutput
 from ..models.loading import copy_sharing_weights
+from ..stack import features_for_head
 from .fidelity import kl_divergence
 
 Schedule = tuple[int, ...]  # tokens to remove, one count per block
@@ -167,7 +168,7 @@ class KLMeter:
                 == any(self._last[self._shared + 1 : self._shared + 2])
             ):
                 self._shared += 1
-        logits = self.model.forward_head(self.model.forward_features(pixels)).cpu().double()
+        logits = self.model.forward_head(features_for_head(self.model, pixels)).cpu().double()
         self._last = schedule
         if not logits.isfinite().all():
             raise MctfError(f"the model gives infinite or undefined numbers in {pixels.dtype}: use float32 or bfloat16")

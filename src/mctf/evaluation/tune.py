@@ -22,8 +22,8 @@ Axes: B images, T tokens.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import combinations
 from typing import Any
 
@@ -112,19 +112,32 @@ class Tuner:
 
     def plan(self, schedule: Schedule) -> Plan:
         if schedule not in self._plans:
-            trim = self.method.trims_last
-            self._plans[schedule] = plan_architecture(
-                self.architecture, self.method, schedule, schedule, trim_last=trim
-            )
+            self._plans[schedule] = self._planned(schedule, trim_last=None)
         return self._plans[schedule]
+
+    def _planned(self, schedule: Schedule, *, trim_last: bool | None) -> Plan:
+        return plan_architecture(self.architecture, self.method, schedule, schedule, trim_last=trim_last)
+
+    @cached_property
+    def _lightest(self) -> Plan:
+        """What a schedule costs that fuses nearly nothing; r = 0 costs more where the method trims the last block."""
+        return self._planned((0,) * self.depth, trim_last=self.method.trims_last)
 
     def share(self, schedule: Schedule) -> float:
         return 1 - self.plan(schedule).saved
 
     def default(self, budget: float, blocks: Sequence[int] | None = None) -> Schedule:
-        """The method's own schedule for a budget; raises MctfError with the reachable shares."""
+        """The method's own schedule for a budget; raises MctfError with the reachable shares.
+
+        Where it has none but the unfused model, which is above the budget: one token in one block.
+        """
         setting = self._request(flops=budget, blocks=blocks).resolve(self.host, self.architecture)
-        return self._counts(setting.amounts)
+        counts = self._counts(setting.amounts)
+        if any(counts) or budget >= 1:
+            return counts
+        single = [tuple(int(index == block) for index in range(self.depth)) for block in self.blocks]
+        within = [schedule for schedule in single if self.share(schedule) <= budget]
+        return max(within, key=self.share, default=counts)
 
     def _counts(self, amounts: Sequence[float]) -> Schedule:
         """The counts that a schedule comes to."""
@@ -226,10 +239,10 @@ class Tuner:
     def _cost_table(self, block: int, levels: np.ndarray) -> np.ndarray:
         """Cost of a block from level i to level j, as a share of the baseline's; infinite where it cannot go there."""
         shape, protected, may_fuse = self.architecture.blocks[block], self.architecture.protected, block in self.blocks
-        trimmed = block == self.depth - 1 and self.plan((0,) * self.depth).trimmed
+        trimmed = block == self.depth - 1 and self._lightest.trimmed
         if (shape, may_fuse, trimmed) in self._tables:
             return self._tables[shape, may_fuse, trimmed]
-        baseline = self.plan((0,) * self.depth).gflops_base * 1e9
+        baseline = self._lightest.gflops_base * 1e9
         table = np.full((len(levels), len(levels)), np.inf)
         for i, tokens in enumerate(levels):
             for j in range(i, len(levels) if may_fuse else i + 1):
@@ -262,7 +275,7 @@ class Tuner:
     @property
     def _around(self) -> float:
         """Share of the FLOPs outside the blocks."""
-        planned = self.plan((0,) * self.depth)
+        planned = self._lightest
         return (planned.gflops - sum(planned.block_gflops)) / planned.gflops_base
 
     # The search
@@ -293,6 +306,8 @@ class Tuner:
     def tune(self, budget: float) -> Point:
         """The best schedule for a share of the FLOPs."""
         default, limit = self.limit(budget)
+        if not any(default):  # the unfused model
+            return self.point(budget, default)
         starts = self.start(default, limit)
         self.phase("schedules to start from")
         screened = self.meter.kl([default, *starts], SCREEN_IMAGES)
@@ -354,8 +369,12 @@ class Tuner:
             kl=scores.mean().item(),
         )
 
-    def pareto(self, best: Point) -> tuple[Point, ...]:
-        """Points around a tuned one: each the best of the schedules to start from and its neighbor, scaled."""
+    def pareto(self, best: Point, *, fits: Callable[[Point], bool] = lambda point: True) -> tuple[Point, ...]:
+        """Points around a tuned one: each the best of the schedules to start from and its neighbor, scaled.
+
+        KL falls as the cost rises: what another schedule of the table beats at no higher cost is replaced by it. The
+        point of the tuned one is, too, where the other one fits.
+        """
         self.phase("other budgets")
         points = {best.budget: best}
         budgets = self.budgets(best.budget)
@@ -366,7 +385,19 @@ class Tuner:
             for budget in side:
                 points[budget] = self.solved_point(budget, tuned)
                 tuned = points[budget].tuned
-        return tuple(points[budget] for budget in sorted(points))
+        return self._front(best, list(points.values()), fits)
+
+    def _front(self, best: Point, points: Sequence[Point], fits: Callable[[Point], bool]) -> tuple[Point, ...]:
+        """Points by increasing cost and falling KL, one of them with the budget of `best`."""
+        better = sorted((each for each in points if _dominates(each, best)), key=lambda each: (each.kl, each.flops))
+        chosen = next((each for each in better if fits(each)), best)
+        kept = replace(best, tuned=chosen.tuned, flops=chosen.flops, gflops=chosen.gflops, kl=chosen.kl)
+        others = {(each.flops, each.kl): each for each in points if each.budget != best.budget}
+        others.pop((kept.flops, kept.kl), None)
+        # those that dominate it do not fit
+        left = [each for each in others.values() if not _dominates(kept, each) and not _dominates(each, kept)]
+        front = [each for each in left if not any(_dominates(other, each) for other in left)]
+        return tuple(sorted([kept, *front], key=lambda each: each.flops))
 
     def solved_point(self, budget: float, tuned: Schedule | None = None) -> Point:
         """A budget without local search. tuned: a schedule of another budget, to be scaled."""
@@ -398,12 +429,16 @@ class Tuner:
         return math.ceil((self.share(self._counts(amounts)) + 0.01) * 100) / 100
 
     def highest(self) -> float:
-        """A share that fuses a little: the unfused model may cost less than the baseline, see `Plan.trimmed`."""
-        return min(_HIGHEST, math.floor((self.share((0,) * self.depth) - 0.02) * 100) / 100)
+        """A share that fuses a little; where the last block is trimmed, that is well below 1."""
+        return min(_HIGHEST, math.floor((1 - self._lightest.saved - 0.02) * 100) / 100)
 
     def tune_flops(self, budget: float) -> Tuning:
-        best = self.tune(budget)
-        return Tuning(best, self.pareto(best))
+        return self._tuning(self.tune(budget))
+
+    def _tuning(self, best: Point, **given: Any) -> Tuning:
+        """With the table around a point, whose schedule may be better."""
+        points = self.pareto(best, **given)
+        return Tuning(next(point for point in points if point.budget == best.budget), points)
 
     def tune_kl(self, most: float) -> Tuning:
         """The cheapest schedule whose KL is at most `most`."""
@@ -435,7 +470,10 @@ class Tuner:
                 found, high = point, middle
             else:
                 low = middle
-        return Tuning(found, self.pareto(found))
+        tuning = self._tuning(found)
+        return replace(
+            tuning, best=min((each for each in tuning.points if each.kl <= most), key=lambda each: each.flops)
+        )
 
     def tune_speedup(self, wanted: float, *, batch: Tensor) -> Tuning:
         """The most faithful schedule that is `wanted` times as fast as the unfused model on this device."""
@@ -462,7 +500,8 @@ class Tuner:
             best, speed = self._faster(best, wanted, batch) or (self.point(low, own), own_speed)
             if Difference.of(*self.meter.kl([best.tuned, own])).errors >= -_CLEAR:
                 best, speed = self.point(low, own), own_speed
-        return Tuning(best, self.pareto(best), speed)
+        tuning = self._tuning(best, fits=lambda point: self.speedup(point.tuned, batch) >= wanted)
+        return replace(tuning, speedup=speed if tuning.best == best else self.speedup(tuning.best.tuned, batch))
 
     def _faster(self, slow: Point, wanted: float, batch: Tensor) -> tuple[Point, float] | None:
         """The dearest scaled schedule below a point that is fast enough, and its speed; None where there is none."""
@@ -483,6 +522,11 @@ class Tuner:
         forwards = {"baseline": partial(self.model, batch), "fused": partial(fused, batch)}
         timings = time_interleaved(forwards, device=batch.device, rounds=7)
         return timings["fused"].speedup_over(timings["baseline"])
+
+
+def _dominates(one: Point, other: Point) -> bool:
+    """Whether one is better than the other in cost or KL, and worse in neither."""
+    return one.flops <= other.flops and one.kl <= other.kl and (one.flops, one.kl) != (other.flops, other.kl)
 
 
 def _curve(x: np.ndarray, y: np.ndarray, compression: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ Axes: B images, H heads, N tokens, M tokens after fusion, d channels per head.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -87,6 +87,10 @@ class Host(StackHost):
     def reads_protected_only(self) -> bool:
         """False by default: nothing is known about the head."""
         return False
+
+    @property
+    def after_blocks(self) -> Sequence[nn.Module]:
+        return ()
 
     @property
     def uses_positions(self) -> bool:

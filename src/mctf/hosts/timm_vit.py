@@ -1,6 +1,6 @@
 """timm's VisionTransformer and its subclasses: DeiT, DINOv2, CLIP and SigLIP towers, ViTamin, …."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from ..core.flops import BlockShape
 from ..core.positions import TokenPositions
+from ..stack import FusedStack, HeadReads
 from ._inspect import macs_per_token
 from .base import Architecture
 from .timm_base import BlockClasses, PostNormMixin, TimmHost, TimmOps, block_shape
@@ -35,6 +36,19 @@ class TimmViT(TimmHost):
         """LV-ViT's second classifier reads the other tokens."""
         second_head = getattr(self.model, "aux_head", None)
         return not self.reads_every_token and second_head is None
+
+    @property
+    def after_blocks(self) -> Sequence[nn.Module]:
+        model = self.model
+        return model.norm, model.fc_norm, model.head_drop
+
+    def install(self, stack: FusedStack) -> None:
+        super().install(stack)
+        HeadReads.attach(self.model, stack)
+
+    def uninstall(self, stack: FusedStack) -> None:
+        super().uninstall(stack)
+        HeadReads.detach(self.model)
 
     def ops(self, block: nn.Module, arguments: Mapping[str, Any], positions: TokenPositions | None) -> TimmOps:
         return vit_ops(block)
