@@ -18,7 +18,7 @@ from helpers.images import make_picture
 from helpers.models import CLASSES, make_images, run
 from mctf.deploy import export as export_module
 from mctf.deploy.export import ExportReport
-from mctf.deploy.parity import Parity
+from mctf.deploy.parity import Parity, judge
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -164,11 +164,39 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         mctf.export(tiny(depth=1), tmp_path / "tiny.onnx")
 
 
+def test_a_second_file_replaces_no_file_of_others(tmp_path: Path) -> None:
+    model, target = tiny(depth=1), tmp_path / "tiny.xml"
+    weights = target.with_suffix(".bin")
+    weights.write_text("weights of a model")
+    with pytest.raises(mctf.MctfError, match=r"tiny.bin would be overwritten, and belongs to no tiny.xml"):
+        mctf.export(model, target, "openvino")
+    assert weights.read_text() == "weights of a model"
+    weights.unlink()
+    weights.mkdir()
+    with pytest.raises(mctf.MctfError, match=r"tiny.bin is a folder"):
+        mctf.export(model, target, "openvino")
+    weights.rmdir()
+    target.symlink_to(tmp_path / "other.xml")
+    with pytest.raises(mctf.MctfError, match=r"tiny.xml is a link"):
+        mctf.export(model, target, "openvino")
+
+
 @pytest.mark.slow
 def test_an_operator_of_mctf_is_refused(tmp_path: Path) -> None:
     with pytest.raises(mctf.MctfError, match=r"calls mctf.agglomerate.default, which other runtimes do not have"):
         mctf.export(fused(method="atc"), tmp_path / "tiny.pt2", "pt2")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_small_logits_hide_no_error() -> None:
+    reference = 1e-4 * torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
+    control = Parity.of(reference * (1 + 1e-6), reference, classifies=True)
+    wrong = Parity.of(reference.roll(1, 0), reference, classifies=True)
+    judge("onnx", control, control, exact=True)
+    with pytest.raises(mctf.MctfError, match="the median image differs by"):
+        judge("onnx", wrong, control, exact=True)
+    constant = Parity.of(torch.zeros(2, 5), torch.zeros(2, 5), classifies=True)
+    assert constant.median == 0
 
 
 def test_flips_are_told_from_rounding() -> None:

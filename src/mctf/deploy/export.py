@@ -249,6 +249,12 @@ def check_request(path: object, format: object) -> tuple[Format, Path]:
     check_target(file)
     if file.exists() and not file.is_file():
         raise MctfError(f"{file} is not a regular file: choose another file")
+    for other in kind.files(file)[1:]:
+        if file.is_symlink():
+            raise MctfError(f"{file} is a link, and {other.name} lies beside the file: name the file itself")
+        check_target(other)
+        if other.exists() and not (file.exists() and other.is_file()):
+            raise MctfError(f"{other} would be overwritten, and belongs to no {file.name}: choose another name")
     kind.check_packages()
     return kind, file
 
