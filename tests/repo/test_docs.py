@@ -6,6 +6,7 @@ import runpy
 import tomllib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,34 @@ def test_every_extra_is_named_correctly() -> None:
     files = [*DOCUMENTS, *(ROOT / "src").rglob("*.py")]
     named = {name for file in files for name in re.findall(r"mctf\[([a-z]+)\]", file.read_text())}
     assert {"demo", "hf"} <= named <= set(extras)
+
+
+def test_the_table_over_formats_is_that_of_the_result_files() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks/performance_page.py"))
+    text = (ROOT / "docs/deploy.md").read_text()
+    runs = script["read_formats"](ROOT / "benchmarks/results")
+    assert script["make_deploy_page"](text, runs) == text, "run make docs"
+    assert all(name not in run["command"] for run in runs for name in ("/home/", "/root/", "/tmp/", "/work/"))
+
+    def row(fusion: str, format: str, precision: str, milliseconds: float, speedup: float) -> dict[str, Any]:
+        name = f"{fusion}, {format}" + ("" if precision == "fp32" else f", {precision}")
+        facts = {"name": name, "format": format, "precision": precision, "batch": 8, "spread": 0.02}
+        return facts | {"milliseconds": milliseconds, "speedup": speedup}
+
+    rows = [row("unfused", "torch", "fp32", 40, 1), row("ward, flops=0.56", "torch", "fp32", 25, 1.6)]
+    rows += [row("unfused", "onnx", "fp32", 30, 1), row("unfused", "onnx", "int8", 20, 1.5)]
+    table = {"title": "deit_small_patch16_224, batch 8, cpu", "rows": rows, "notes": ["ward, onnx is left out: why"]}
+    run = {"device": "cpu (x86_64, 2 threads)", "rounds": 9, "command": "mctf bench deit", "tables": [table]}
+    page = script["make_deploy_page"](text, [run])
+    for line in (
+        "| | torch | onnx |",
+        "| deit_small, batch 8, unfused | 40.0 | 30.0 |",
+        "| deit_small, batch 8, ward, flops=0.56 | 25.0 (1.60x) | - |",
+        "| deit_small, batch 8, unfused, int8 | - | 20.0 (1.50x) |",
+        "deit_small: ward, onnx is left out: why.",
+        "    mctf bench deit",
+    ):
+        assert line in page.splitlines()
 
 
 def test_the_performance_table_is_that_of_the_result_files() -> None:
