@@ -1,9 +1,11 @@
 """Exported files: what they compute, what they say about themselves, and what is refused before a file is left."""
 
+import runpy
 import subprocess
 import sys
 import threading
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import mctf
 from helpers.exporting import fused, tiny
 from helpers.images import make_picture
 from helpers.models import CLASSES, make_images, run
+from mctf.data import Preprocessing
 from mctf.deploy import export as export_module
 from mctf.deploy.export import ExportReport
 from mctf.deploy.parity import Parity, judge
@@ -95,6 +98,18 @@ def test_the_example_needs_neither_torch_nor_mctf(onnx_file: ExportReport, tmp_p
     result = subprocess.run([sys.executable, "-c", start, *map(str, words)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("class ") == 2
+
+
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+def test_the_example_prepares_images_as_mctf_does(mode: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    prepare = runpy.run_path(str(ROOT / "examples/onnx_classify.py"))["prepare"]
+    file = tmp_path / "picture.png"
+    for size, crop, share in (((90, 61), (64, 64), 0.9), ((33, 97), (64, 64), 1.0), ((80, 60), (48, 64), 0.875)):
+        make_picture(1).resize(size).save(file)
+        preprocessing = Preprocessing(crop, share, mode, "bicubic", (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+        expected = preprocessing.transform()(Image.open(file).convert("RGB"))
+        np.testing.assert_allclose(prepare(str(file), asdict(preprocessing)), expected.numpy(), atol=1e-5)
 
 
 @pytest.mark.slow
