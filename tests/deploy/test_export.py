@@ -112,6 +112,17 @@ def test_the_example_prepares_images_as_mctf_does(mode: str, tmp_path: Path) -> 
         np.testing.assert_allclose(prepare(str(file), asdict(preprocessing)), expected.numpy(), atol=1e-5)
 
 
+def test_files_that_openvino_does_not_read(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    file = tmp_path / "tiny.xml"
+    file.write_text("no model")
+    with pytest.raises(mctf.MctfError, match=r"tiny.xml cannot be loaded as openvino \(it is no model of OpenVINO\)"):
+        mctf.load_exported(file)
+    file.write_text('<?xml version="1.0"?><net name="tiny" version="11"></net>')
+    with pytest.raises(mctf.MctfError, match=r"\(there is no tiny.bin beside it\)"):
+        mctf.load_exported(file)
+
+
 @pytest.mark.slow
 def test_openvino_writes_two_files(tmp_path: Path) -> None:
     pytest.importorskip("openvino")

@@ -162,6 +162,11 @@ def _write_openvino(program: ExportedProgram, path: Path, metadata: str, finish:
 def _load_openvino(path: Path, threads: int | None) -> tuple[Run, str | None]:
     import openvino
 
+    with path.open("rb") as file:
+        if b"<net" not in file.read(1000):  # OpenVINO would try its other readers, which print what they think
+            raise MctfError("it is no model of OpenVINO")
+    if not path.with_suffix(".bin").is_file():
+        raise MctfError(f"there is no {path.with_suffix('.bin').name} beside it")
     core = openvino.Core()
     model = core.read_model(str(path))
     config = {"INFERENCE_NUM_THREADS": threads or torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
