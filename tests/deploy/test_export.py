@@ -15,12 +15,13 @@ import torch
 from PIL import Image
 
 import mctf
-from helpers.exporting import fused, tiny
+from helpers.exporting import PREPROCESSING, fused, tiny
 from helpers.images import make_picture
 from helpers.models import CLASSES, make_images, run
 from mctf.data import Preprocessing
 from mctf.deploy import export as export_module
 from mctf.deploy.export import ExportReport
+from mctf.deploy.metadata import ExportMetadata
 from mctf.deploy.parity import Parity, judge
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +87,24 @@ def test_metadata(onnx_file: ExportReport) -> None:
     assert facts.version == mctf.__version__
     assert len(facts.class_names) == CLASSES
     assert facts.gflops < facts.gflops_base
+
+
+def test_a_schedule_is_read_as_it_was_written() -> None:
+    model = mctf.fuse(tiny(), "tome", r=[3, 0])
+    facts = ExportMetadata.of(model, format="onnx", dtype="float32", batch=None, preprocessing=PREPROCESSING)
+    assert facts.r == facts.schedule == (3, 0)
+    assert ExportMetadata.from_json(facts.to_json(), "tiny.onnx") == facts
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_a_compiled_file(tmp_path: Path) -> None:
+    model = fused(method="tome")
+    report = mctf.export(model, tmp_path / "tiny.pt2", "aoti", images=make_images(model, 4))
+    assert mctf.load_exported(report.path).metadata == report.metadata
+    assert report.metadata.format == "aoti"
+    same_outputs(report.path, model, 1, 3)
+    assert report.files == (report.path,)
 
 
 @pytest.mark.slow
@@ -162,6 +181,15 @@ def test_a_file_that_differs_is_not_left(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(export_module, "open_file", other_model)
     with pytest.raises(mctf.MctfError, match=r"does not compute what the model does .* nothing was written"):
         mctf.export(tiny(depth=1), tmp_path / "tiny.pt2", "pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_gives_no_numbers_is_named(tmp_path: Path) -> None:
+    model = tiny(depth=1)
+    with torch.no_grad():
+        model.head.bias[0] = torch.nan
+    with pytest.raises(mctf.MctfError, match="the model gives values that are not finite on the images of the check"):
+        mctf.export(torch.compile(model), tmp_path / "tiny.pt2", "pt2")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -90,6 +90,7 @@ def export(
     check_whole(1, optional=True, batch=batch)
     check_choice(dtype=(dtype, DTYPES))
     dtype, int8 = check_precision(precision, dtype)
+    model = getattr(model, "_orig_mod", model)  # behind torch.compile
     find_host(model)
     if Quantization.of(model) is not None:
         raise MctfError("the model is quantized: run mctf.unquantize(model), and export it with precision='int8'")
@@ -286,6 +287,11 @@ def _check_parity(
         images = images[:whole] if whole else images.repeat(metadata.batch, 1, 1, 1)[: metadata.batch]
     classifies = metadata.output == "logits"
     reference = run_batches(_Float32(model, torch.float32), images, _LARGER_BATCH)
+    if not reference.isfinite().all():
+        raise MctfError(
+            "the model gives values that are not finite on the images of the check: check images and weights, or pass "
+            "check=False (--no-check)"
+        )
     other = torch.float64 if metadata.dtype == "float32" else getattr(torch, metadata.dtype)
     compared = _Float32(copy.deepcopy(model), other)
     if metadata.precision == "int8":
