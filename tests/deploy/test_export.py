@@ -1,5 +1,6 @@
 """Exported files: what they compute, what they say about themselves, and what is refused before a file is left."""
 
+import errno
 import runpy
 import subprocess
 import sys
@@ -233,6 +234,16 @@ def test_a_second_file_replaces_no_file_of_others(tmp_path: Path) -> None:
     target.symlink_to(tmp_path / "other.xml")
     with pytest.raises(mctf.MctfError, match=r"tiny.xml is a link"):
         mctf.export(model, target, "openvino")
+
+
+def test_a_full_disk_is_no_fault_of_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch.export, "save", fail)
+    with pytest.raises(OSError, match="No space left"):  # the command says so in one line
+        mctf.export(tiny(depth=1), tmp_path / "tiny.pt2", "pt2")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -3,12 +3,17 @@
 import ast
 import re
 import runpy
+import shlex
 import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+
+from mctf.cli import group
+from mctf.errors import MctfError
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -52,6 +57,24 @@ def broken_references(text: str) -> list[str]:
     ]
 
 
+def refused_commands(text: str) -> list[str]:
+    """Commands in the code blocks of a document that the command line does not take; … stands for what is left out."""
+    lines = re.findall(r"^ {4,}(mctf [a-z].*)$", re.sub(r"\\\n {4}", "", text), flags=re.MULTILINE)
+    refused = []
+    for line in lines:
+        name, *words = shlex.split(line, comments=True)[1:]
+        command = group.get_command(click.Context(group), name)
+        try:
+            if "…" not in line and command is not None:
+                command.make_context(name, words)
+        except (click.ClickException, MctfError):
+            command = None
+        except click.exceptions.Exit:  # --help
+            pass
+        refused += [line] if command is None else []
+    return refused
+
+
 def long_sentences(text: str) -> list[str]:
     """Sentences of paragraphs that are longer than two lines of 120 characters; links count as their words."""
     prose = re.sub(r"```.*?```|^(?: {4}|[|#!]).*$", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -91,6 +114,17 @@ def test_links_and_paths_lead_to_files(document: Path) -> None:
 def test_a_broken_link_is_noticed() -> None:
     text = "[here](nowhere.md#a), [there](../README.md) and `src/mctf/nothing.py`"
     assert broken_paths(ROOT / "docs/page.md", text) == ["nowhere.md", "src/mctf/nothing.py"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands_are_taken(document: Path) -> None:
+    assert refused_commands(document.read_text()) == []
+
+
+def test_a_wrong_option_is_noticed() -> None:
+    lines = ["mctf bench deit --formats onnx", "mctf bench deit \\\n        --rounds x", "mctf benchmark deit"]
+    text = "\n".join(f"    {line}" for line in ["mctf bench deit --format onnx  # fast", *lines])
+    assert len(refused_commands(text)) == 3
 
 
 def test_the_paper_map_names_functions_and_tests_that_exist() -> None:

@@ -1,6 +1,7 @@
 """`mctf.export`: a model, fused or not, written for another runtime and checked against itself."""
 
 import copy
+import errno
 import os
 import tempfile
 from collections.abc import Callable
@@ -137,8 +138,8 @@ def export(
         try:
             kind.write(program, written, metadata.to_json(), finish)
         except Exception as failure:
-            if is_out_of_memory(failure):
-                raise
+            if is_out_of_memory(failure) or getattr(failure, "errno", None) == errno.ENOSPC:
+                raise  # another format needs the same
             raise MctfError(
                 f"the model cannot be written as {kind.name} ({_cause(failure)}): try another format"
             ) from failure
