@@ -116,7 +116,7 @@ def make_formats_table(runs: list[dict[str, Any]]) -> str:
     spread = max(row["spread"] for row in every)
     lines = [
         "Milliseconds per batch, and speed-up over the unfused model in float32 in the same format:",
-        f"{device}, medians of {rounds} rounds in which all take turns, spread up to {spread:.0%}.",
+        f"{device}, medians of {rounds} rounds in which all take turns, spread up to {100 * spread:.0f} %.",
         "",
         f"| | {' | '.join(formats)} |",
         "|---|" + "---:|" * len(formats),

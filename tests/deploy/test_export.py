@@ -236,6 +236,17 @@ def test_a_second_file_replaces_no_file_of_others(tmp_path: Path) -> None:
         mctf.export(model, target, "openvino")
 
 
+@pytest.mark.parametrize("step", ["writing pt2", "checking the file"])
+def test_an_interrupted_export_leaves_nothing(step: str, tmp_path: Path) -> None:
+    def interrupt(name: str) -> None:
+        if name == step:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mctf.export(tiny(depth=1), tmp_path / "tiny.pt2", "pt2", tick=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_is_no_fault_of_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
