@@ -1,6 +1,7 @@
-"""Table and plot of docs/performance.md from benchmarks/results/h200_*.json: `python benchmarks/performance_page.py`.
+"""Measured tables of the documents from benchmarks/results: `python benchmarks/performance_page.py`.
 
-`benchmarks/run_tables.py` measures these files. The page has a begin and an end comment around the table.
+docs/performance.md has a table and a plot of h200_*.json, which `benchmarks/run_tables.py` measures; docs/deploy.md has
+the table of cpu*_formats_*.json, which hold their commands. Each page has a begin and an end comment around its table.
 """
 
 import json
@@ -10,6 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/performance.md"
+DEPLOY_PAGE = ROOT / "docs/deploy.md"
 PLOT = ROOT / "docs/images/speedup.svg"
 BEGIN, END = "<!-- begin: benchmarks/performance_page.py -->", "<!-- end -->"
 COLUMNS = {
@@ -98,12 +100,59 @@ def make_sentence(tables: list[dict[str, Any]]) -> str:
 
 
 def make_page(text: str, tables: list[dict[str, Any]]) -> str:
-    """The page with its table replaced."""
+    """docs/performance.md with its table replaced."""
+    return _replaced(text, f"{make_sentence(tables)}\n\n{make_table(tables)}", PAGE)
+
+
+def _replaced(text: str, table: str, page: Path) -> str:
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise SystemExit(f"{PAGE} lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n{make_sentence(tables)}\n\n{make_table(tables)}\n{END}{after}"
+        raise SystemExit(f"{page} lacks {BEGIN} or {END}")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def read_formats(folder: Path) -> list[dict[str, Any]]:
+    """The facts of each `mctf bench --format`."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("cpu*_formats_*.json"))]
+
+
+def make_formats_table(runs: list[dict[str, Any]]) -> str:
+    """One line per model, batch, fusion and precision, one column per format; conditions above, commands below."""
+    every = [row for run in runs for table in run["tables"] for row in table["rows"]]
+    formats = list(dict.fromkeys(row["format"] for row in every))
+    (device,), (rounds,) = ({run[key] for run in runs} for key in ("device", "rounds"))
+    spread = max(row["spread"] for row in every)
+    lines = [
+        "Milliseconds per batch, and speed-up over the unfused model in float32 in the same format:",
+        f"{device}, medians of {rounds} rounds in which all take turns, spread up to {100 * spread:.0f} %.",
+        "",
+        f"| | {' | '.join(formats)} |",
+        "|---|" + "---:|" * len(formats),
+    ]
+    notes = []
+    for run in runs:
+        for table in run["tables"]:
+            model = table["title"].partition(",")[0].removesuffix("_patch16_224")
+            settings: dict[str, dict[str, str]] = {}
+            for row in table["rows"]:
+                precision = "" if row["precision"] == "fp32" else f", {row['precision']}"
+                fusion = row["name"].removesuffix(precision).removesuffix(f", {row['format']}")
+                setting = f"{model}, batch {row['batch']}, {fusion}{precision}"
+                faster = "" if setting.endswith(", unfused") else f" ({row['speedup']:.2f}x)"
+                settings.setdefault(setting, {})[row["format"]] = f"{row['milliseconds']:.1f}{faster}"
+            lines += [
+                f"| {setting} | {' | '.join(cells.get(each, '-') for each in formats)} |"
+                for setting, cells in settings.items()
+            ]
+            notes += [f"{model}: {note}." for note in table["notes"] if "is left out" in note]
+    commands = [f"    {run['command']}" for run in runs]
+    return "\n".join([*lines, "", *dict.fromkeys(notes), *([""] if notes else []), *commands])
+
+
+def make_deploy_page(text: str, runs: list[dict[str, Any]]) -> str:
+    """docs/deploy.md with its table replaced, where it was measured."""
+    return _replaced(text, make_formats_table(runs), DEPLOY_PAGE) if runs else text
 
 
 def draw_plot(tables: list[dict[str, Any]], path: Path) -> None:
@@ -132,3 +181,4 @@ if __name__ == "__main__":
     measured = read_tables(ROOT / "benchmarks/results")
     PAGE.write_text(make_page(PAGE.read_text(), measured))
     draw_plot(measured, PLOT)
+    DEPLOY_PAGE.write_text(make_deploy_page(DEPLOY_PAGE.read_text(), read_formats(ROOT / "benchmarks/results")))

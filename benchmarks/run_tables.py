@@ -2,7 +2,8 @@
 
 torch.compile takes minutes per table and uses the CPU; measuring takes seconds and needs the whole GPU. Every table is
 therefore a process: all compile in parallel, wait for each other, and then measure one after the other. A table that
-is still compiling after PATIENCE seconds is stopped, as it would disturb the others.
+is still compiling after PATIENCE seconds is stopped, as it would disturb the others. A signal that stops this program
+stops its tables.
 
 FOLDER gets one JSON file and one text file per table; NAMEs select tables. All tables are in bfloat16, so each has
 both baselines, with the patch embedding as a convolution and as a matrix product, and speed-ups over both.
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 COMMON = "--dtype bfloat16 --compile --rounds 5"
@@ -53,6 +55,7 @@ TABLES = {
     "h200_vit_huge_fp8": "vit_huge_patch14_224 --flops 0.56 -m ward --batch 128 --precision bf16,fp8",
 }
 PATIENCE = 420  # seconds for all tables to compile
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GATE, TABLE = "MCTF_TABLES_GATE", "MCTF_TABLES_TABLE"
 
 
@@ -104,14 +107,25 @@ def open_when_ready(running: dict[str, subprocess.Popen], gate: Path, deadline: 
 def run_all(folder: Path, names: list[str]) -> int:
     """Start every table and report each as it ends; returns how many failed."""
     folder.mkdir(parents=True, exist_ok=True)
-    gate = Path(tempfile.mkdtemp())
     deadline = time.time() + PATIENCE
-    running = {name: start(name, folder, gate) for name in names}
-    try:
-        return _watch(running, gate, deadline)
-    finally:
-        for process in running.values():
-            os.killpg(process.pid, signal.SIGKILL)
+    running: dict[str, subprocess.Popen] = {}
+    for number in STOPS:
+        signal.signal(number, _stop)
+    with tempfile.TemporaryDirectory() as gate:
+        try:
+            for name in names:
+                running[name] = start(name, folder, Path(gate))
+            return _watch(running, Path(gate), deadline)
+        finally:
+            for number in STOPS:
+                signal.signal(number, signal.SIG_IGN)
+            for process in running.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def _stop(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def _watch(running: dict[str, subprocess.Popen], gate: Path, deadline: float) -> int:

@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers.command_line import Command
 from helpers.exporting import HALF, tiny
 from helpers.images import write_folder
+from mctf.deploy import benchmark
+from mctf.deploy.export import ExportReport
+from mctf.errors import MctfError
 from mctf.models import loading
 
 
@@ -59,6 +63,37 @@ def test_bench_of_files(run: Command, pt2_file: Path) -> None:
         assert first["kl"] is None
         assert second["kl"] == pytest.approx(0, abs=1e-9)
         assert first["bytes"] == second["bytes"] == pt2_file.stat().st_size
+
+
+@pytest.mark.slow
+def test_bench_names_the_versions_of_the_runtime(run: Command, onnx_file: ExportReport) -> None:
+    facts = json.loads(run("bench", onnx_file.path, "--rounds", 1, "--json").out)
+    assert {"torch", "onnx", "onnxruntime"} <= facts["versions"].keys()
+
+
+def test_a_format_that_fails_is_left_out(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MctfError("no such operator")
+
+    monkeypatch.setattr(loading, "load_described", lambda *_, **__: (tiny(depth=1), "random"))
+    monkeypatch.setattr(benchmark, "export", fail)
+    words = ("bench", "test_vit", "-m", "tome", "-r", 2, "--batch", 2, "--rounds", 1, "--format")
+    outcome = run(*words, "torch,pt2", "--json")
+    assert outcome.code == 0, outcome.err
+    (table,) = json.loads(outcome.out)["tables"]
+    assert [row["format"] for row in table["rows"]] == ["torch", "torch"]
+    assert table["notes"][:2] == [
+        f"{name}, pt2, fp32 is left out: no such operator" for name in ("unfused", "tome, r=2")
+    ]
+    assert run.refusal(*words, "pt2").endswith("no such operator")
+
+
+def test_export_replaces_no_input(run: Command, tmp_path: Path) -> None:
+    weights, target = tmp_path / "tiny.bin", tmp_path / "tiny.xml"
+    weights.touch()
+    target.touch()
+    refusal = run.refusal("export", "test_vit", "--weights", weights, "--output", target)
+    assert "tiny.bin is an input of this command" in refusal
 
 
 @pytest.mark.slow

@@ -1,9 +1,12 @@
 """Exported files: what they compute, what they say about themselves, and what is refused before a file is left."""
 
+import errno
+import runpy
 import subprocess
 import sys
 import threading
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,14 @@ import torch
 from PIL import Image
 
 import mctf
-from helpers.exporting import fused, tiny
+from helpers.exporting import PREPROCESSING, fused, tiny
 from helpers.images import make_picture
 from helpers.models import CLASSES, make_images, run
+from mctf.data import Preprocessing
 from mctf.deploy import export as export_module
 from mctf.deploy.export import ExportReport
-from mctf.deploy.parity import Parity
+from mctf.deploy.metadata import ExportMetadata
+from mctf.deploy.parity import Parity, judge
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -85,6 +90,24 @@ def test_metadata(onnx_file: ExportReport) -> None:
     assert facts.gflops < facts.gflops_base
 
 
+def test_a_schedule_is_read_as_it_was_written() -> None:
+    model = mctf.fuse(tiny(), "tome", r=[3, 0])
+    facts = ExportMetadata.of(model, format="onnx", dtype="float32", batch=None, preprocessing=PREPROCESSING)
+    assert facts.r == facts.schedule == (3, 0)
+    assert ExportMetadata.from_json(facts.to_json(), "tiny.onnx") == facts
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_a_compiled_file(tmp_path: Path) -> None:
+    model = fused(method="tome")
+    report = mctf.export(model, tmp_path / "tiny.pt2", "aoti", images=make_images(model, 4))
+    assert mctf.load_exported(report.path).metadata == report.metadata
+    assert report.metadata.format == "aoti"
+    same_outputs(report.path, model, 1, 3)
+    assert report.files == (report.path,)
+
+
 @pytest.mark.slow
 def test_the_example_needs_neither_torch_nor_mctf(onnx_file: ExportReport, tmp_path: Path) -> None:
     make_picture(1).save(tmp_path / "a.png")
@@ -95,6 +118,29 @@ def test_the_example_needs_neither_torch_nor_mctf(onnx_file: ExportReport, tmp_p
     result = subprocess.run([sys.executable, "-c", start, *map(str, words)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("class ") == 2
+
+
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+def test_the_example_prepares_images_as_mctf_does(mode: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    prepare = runpy.run_path(str(ROOT / "examples/onnx_classify.py"))["prepare"]
+    file = tmp_path / "picture.png"
+    for size, crop, share in (((90, 61), (64, 64), 0.9), ((33, 97), (64, 64), 1.0), ((80, 60), (48, 64), 0.875)):
+        make_picture(1).resize(size).save(file)
+        preprocessing = Preprocessing(crop, share, mode, "bicubic", (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+        expected = preprocessing.transform()(Image.open(file).convert("RGB"))
+        np.testing.assert_allclose(prepare(str(file), asdict(preprocessing)), expected.numpy(), atol=1e-5)
+
+
+def test_files_that_openvino_does_not_read(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    file = tmp_path / "tiny.xml"
+    file.write_text("no model")
+    with pytest.raises(mctf.MctfError, match=r"tiny.xml cannot be loaded as openvino \(it is no model of OpenVINO\)"):
+        mctf.load_exported(file)
+    file.write_text('<?xml version="1.0"?><net name="tiny" version="11"></net>')
+    with pytest.raises(mctf.MctfError, match=r"\(there is no tiny.bin beside it\)"):
+        mctf.load_exported(file)
 
 
 @pytest.mark.slow
@@ -139,6 +185,15 @@ def test_a_file_that_differs_is_not_left(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_that_gives_no_numbers_is_named(tmp_path: Path) -> None:
+    model = tiny(depth=1)
+    with torch.no_grad():
+        model.head.bias[0] = torch.nan
+    with pytest.raises(mctf.MctfError, match="the model gives values that are not finite on the images of the check"):
+        mctf.export(torch.compile(model), tmp_path / "tiny.pt2", "pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such operator") from KeyError("aten.sort")
@@ -164,11 +219,60 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         mctf.export(tiny(depth=1), tmp_path / "tiny.onnx")
 
 
+def test_a_second_file_replaces_no_file_of_others(tmp_path: Path) -> None:
+    model, target = tiny(depth=1), tmp_path / "tiny.xml"
+    weights = target.with_suffix(".bin")
+    weights.write_text("weights of a model")
+    with pytest.raises(mctf.MctfError, match=r"tiny.bin would be overwritten, and belongs to no tiny.xml"):
+        mctf.export(model, target, "openvino")
+    assert weights.read_text() == "weights of a model"
+    weights.unlink()
+    weights.mkdir()
+    with pytest.raises(mctf.MctfError, match=r"tiny.bin is a folder"):
+        mctf.export(model, target, "openvino")
+    weights.rmdir()
+    target.symlink_to(tmp_path / "other.xml")
+    with pytest.raises(mctf.MctfError, match=r"tiny.xml is a link"):
+        mctf.export(model, target, "openvino")
+
+
+@pytest.mark.parametrize("step", ["writing pt2", "checking the file"])
+def test_an_interrupted_export_leaves_nothing(step: str, tmp_path: Path) -> None:
+    def interrupt(name: str) -> None:
+        if name == step:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mctf.export(tiny(depth=1), tmp_path / "tiny.pt2", "pt2", tick=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_no_fault_of_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch.export, "save", fail)
+    with pytest.raises(OSError, match="No space left"):  # the command says so in one line
+        mctf.export(tiny(depth=1), tmp_path / "tiny.pt2", "pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_an_operator_of_mctf_is_refused(tmp_path: Path) -> None:
     with pytest.raises(mctf.MctfError, match=r"calls mctf.agglomerate.default, which other runtimes do not have"):
         mctf.export(fused(method="atc"), tmp_path / "tiny.pt2", "pt2")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_small_logits_hide_no_error() -> None:
+    reference = 1e-4 * torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
+    control = Parity.of(reference * (1 + 1e-6), reference, classifies=True)
+    wrong = Parity.of(reference.roll(1, 0), reference, classifies=True)
+    judge("onnx", control, control, exact=True)
+    with pytest.raises(mctf.MctfError, match="the median image differs by"):
+        judge("onnx", wrong, control, exact=True)
+    constant = Parity.of(torch.zeros(2, 5), torch.zeros(2, 5), classifies=True)
+    assert constant.median == 0
 
 
 def test_flips_are_told_from_rounding() -> None:

@@ -17,6 +17,8 @@ def test_device_and_versions() -> None:
     threads = torch.get_num_threads()
     assert describe_device(cpu).endswith(", 1 thread)" if threads == 1 else f", {threads} threads)")
     assert versions()["mctf"] == mctf.__version__
+    assert "click" in versions("click", "no_such_package")
+    assert "click" not in versions()
 
 
 @pytest.mark.parametrize("name", ["nonsense", "meta", "cuda:97"])

@@ -4,14 +4,18 @@ import ast
 import json
 import re
 import runpy
+import shlex
 import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import mctf
+from mctf.cli import group
+from mctf.errors import MctfError
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -54,6 +58,24 @@ def broken_references(text: str) -> list[str]:
         for path, name in functions + tests
         if not path.exists() or (name and name not in definitions(path))
     ]
+
+
+def refused_commands(text: str) -> list[str]:
+    """Commands in the code blocks of a document that the command line does not take; … stands for what is left out."""
+    lines = re.findall(r"^ {4,}(mctf [a-z].*)$", re.sub(r"\\\n {4}", "", text), flags=re.MULTILINE)
+    refused = []
+    for line in lines:
+        name, *words = shlex.split(line, comments=True)[1:]
+        command = group.get_command(click.Context(group), name)
+        try:
+            if "…" not in line and command is not None:
+                command.make_context(name, words)
+        except (click.ClickException, MctfError):
+            command = None
+        except click.exceptions.Exit:  # --help
+            pass
+        refused += [line] if command is None else []
+    return refused
 
 
 def long_sentences(text: str) -> list[str]:
@@ -233,6 +255,17 @@ def test_a_broken_link_is_noticed() -> None:
     assert broken_paths(ROOT / "docs/page.md", text) == ["nowhere.md", "src/mctf/nothing.py"]
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands_are_taken(document: Path) -> None:
+    assert refused_commands(document.read_text()) == []
+
+
+def test_a_wrong_option_is_noticed() -> None:
+    lines = ["mctf bench deit --formats onnx", "mctf bench deit \\\n        --rounds x", "mctf benchmark deit"]
+    text = "\n".join(f"    {line}" for line in ["mctf bench deit --format onnx  # fast", *lines])
+    assert len(refused_commands(text)) == 3
+
+
 def test_the_paper_map_names_functions_and_tests_that_exist() -> None:
     assert broken_references((ROOT / "docs/paper_map.md").read_text()) == []
 
@@ -276,6 +309,34 @@ def test_the_package_is_installed_from_a_clone(document: Path) -> None:
     """Documents name what works before the package is on an index."""
     text = document.read_text()
     assert document.name == "CHANGELOG.md" or not re.search(r"pip install [\"']?mctf", text)
+
+
+def test_the_table_over_formats_is_that_of_the_result_files() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks/performance_page.py"))
+    text = (ROOT / "docs/deploy.md").read_text()
+    runs = script["read_formats"](ROOT / "benchmarks/results")
+    assert script["make_deploy_page"](text, runs) == text, "run make docs"
+    assert all(name not in run["command"] for run in runs for name in ("/home/", "/root/", "/tmp/", "/work/"))
+
+    def row(fusion: str, format: str, precision: str, milliseconds: float, speedup: float) -> dict[str, Any]:
+        name = f"{fusion}, {format}" + ("" if precision == "fp32" else f", {precision}")
+        facts = {"name": name, "format": format, "precision": precision, "batch": 8, "spread": 0.02}
+        return facts | {"milliseconds": milliseconds, "speedup": speedup}
+
+    rows = [row("unfused", "torch", "fp32", 40, 1), row("ward, flops=0.56", "torch", "fp32", 25, 1.6)]
+    rows += [row("unfused", "onnx", "fp32", 30, 1), row("unfused", "onnx", "int8", 20, 1.5)]
+    table = {"title": "deit_small_patch16_224, batch 8, cpu", "rows": rows, "notes": ["ward, onnx is left out: why"]}
+    run = {"device": "cpu (x86_64, 2 threads)", "rounds": 9, "command": "mctf bench deit", "tables": [table]}
+    page = script["make_deploy_page"](text, [run])
+    for line in (
+        "| | torch | onnx |",
+        "| deit_small, batch 8, unfused | 40.0 | 30.0 |",
+        "| deit_small, batch 8, ward, flops=0.56 | 25.0 (1.60x) | - |",
+        "| deit_small, batch 8, unfused, int8 | - | 20.0 (1.50x) |",
+        "deit_small: ward, onnx is left out: why.",
+        "    mctf bench deit",
+    ):
+        assert line in page.splitlines()
 
 
 def test_the_performance_table_is_that_of_the_result_files() -> None:

@@ -285,14 +285,17 @@ def _exported(
     image_size: tuple[int, int] | None,
     precisions: Sequence[str],
     calibration: str | None,
-) -> "Iterator[list[Contender]]":
-    """Exported files as contenders, or one model in several formats and precisions, unfused and fused."""
+) -> "Iterator[tuple[list[Contender], list[str]]]":
+    """Exported files as contenders, or one model in several formats and precisions, unfused and fused.
+
+    Beside them a line for each combination that cannot be timed, with the reason.
+    """
     from ..deploy.benchmark import TORCH, Contender
     from ..deploy.exported import load_exported
     from ..deploy.formats import FORMATS
 
     if formats is None:
-        yield [Contender.of_file(load_exported(name)) for name in models]
+        yield [Contender.of_file(load_exported(name)) for name in models], []
         return
     if not formats:
         raise MctfError("--format is empty: write torch,onnx")
@@ -325,11 +328,11 @@ def _exported(
             label = ", ".join([method or "schedule", *(f"{key}={value}" for key, value in amount.items())])
             variants[label] = fuse(copy_sharing_weights(model), method, **amount)
     with tempfile.TemporaryDirectory() as folder:
-        contenders = []
+        contenders, left_out = list[Contender](), list[str]()
         with progress("exporting", total=len(formats) * len(variants) * len(precisions)) as tick:
             for number, (each, label, precision) in enumerate(product(formats, variants, precisions)):
-                contenders.append(
-                    Contender.of_model(
+                try:
+                    contender = Contender.of_model(
                         variants[label],
                         name,
                         each,
@@ -338,13 +341,17 @@ def _exported(
                         precision=precision,
                         calibration=images,
                     )
-                )
+                    contenders.append(contender)
+                except MctfError as failure:  # the others are timed all the same
+                    if not contenders and number + 1 == len(formats) * len(variants) * len(precisions):
+                        raise
+                    left_out.append(f"{label}, {each}, {precision} is left out: {failure}")
                 tick()
-        yield contenders
+        yield contenders, left_out
 
 
 def _bench_formats(
-    opened: "AbstractContextManager[list[Contender]]",
+    opened: "AbstractContextManager[tuple[list[Contender], list[str]]]",
     batches: Sequence[int],
     *,
     rounds: int,
@@ -358,20 +365,21 @@ def _bench_formats(
 
     set_threads(threads)
     tables: list[dict[str, Any]] = []
-    with opened as contenders:
+    with opened as (contenders, left_out):
         import torch
 
         where = describe_device(torch.device("cpu"))
+        packages = sorted({package for each in contenders for package in each.packages})
         for batch in batches:
             title = f"{contenders[0].metadata.model}, batch {batch}, {where}, float32"
             with progress(title, total=rounds + 2) as tick:
                 rows = benchmark_formats(contenders, batch=batch, rounds=rounds, tick=tick)
-            tables.append({"title": title, "rows": rows, "notes": verdict(rows)})
+            tables.append({"title": title, "rows": rows, "notes": [*left_out, *verdict(rows)]})
     facts = {
         "command": command_line(),
         "device": where,
         "rounds": rounds,
-        "versions": versions(),
+        "versions": versions(*packages),
         "commit": commit(),
         "tables": [table | {"rows": [asdict(row) for row in table["rows"]]} for table in tables],
     }

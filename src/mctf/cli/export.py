@@ -103,7 +103,8 @@ def command(
     such images are flipped. Where the file flips more images than that, or the median image differs by more than
     rounding, the command fails and no file is left. In int8 it may differ by four times what int8 in PyTorch does.
     """
-    check_outputs(target, inputs=(data, weights, schedule, calibration))
+    inputs = (data, weights, schedule, calibration)
+    check_outputs(target, inputs=inputs)
 
     from ..api import fuse
     from ..data import ReadLimits, open_dataset
@@ -118,6 +119,7 @@ def command(
     if format_name is None:
         format_name = {".xml": "openvino", ".pt2": "pt2"}.get(target.suffix, "onnx")
     kind, _ = check_request(target, format_name)
+    check_outputs(*kind.files(target), inputs=inputs)
     _, int8 = check_precision(precision, dtype)
     if int8 and "onnx" in kind.packages and calibration is None:
         raise MctfError(

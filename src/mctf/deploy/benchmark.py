@@ -39,11 +39,16 @@ class Contender:
     metadata: ExportMetadata
     bytes: int
 
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Packages beside torch that write and run it."""
+        return () if self.format == TORCH else find_format(self.format).packages
+
     @classmethod
     def of_file(cls, model: ExportedModel) -> "Contender":
         facts = model.metadata
-        weights = model.path.with_suffix(".bin") if facts.format == "openvino" else Path(f"{model.path}.data")
-        size = sum(file.stat().st_size for file in (model.path, weights) if file.is_file())
+        files = {*find_format(facts.format).files(model.path), Path(f"{model.path}.data")}
+        size = sum(file.stat().st_size for file in files if file.is_file())
         return cls(model.path.name, facts.format, model, facts, size)
 
     @classmethod

@@ -17,6 +17,7 @@ from ..evaluation.fidelity import Output, average, concatenate, score
 from ..evaluation.setup import RunOptions
 from ..evaluation.timing import ThroughputMeter
 from .exported import load_exported
+from .formats import find_format
 
 
 def evaluate_exported(options: RunOptions, *, tick: Callable[[], object] = lambda: None) -> tuple[Row, dict[str, Any]]:
@@ -80,7 +81,7 @@ def evaluate_exported(options: RunOptions, *, tick: Callable[[], object] = lambd
         "device": describe_device(device),
         "dtype": facts.dtype,
         "batch_size": facts.batch or options.batch_size,
-        "versions": versions(),
+        "versions": versions(*find_format(facts.format).packages),
         "command": command_line(),
         "notes": notes,
         "rows": [asdict(row)],

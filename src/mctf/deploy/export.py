@@ -1,6 +1,7 @@
 """`mctf.export`: a model, fused or not, written for another runtime and checked against itself."""
 
 import copy
+import errno
 import os
 import tempfile
 from collections.abc import Callable
@@ -90,6 +91,7 @@ def export(
     check_whole(1, optional=True, batch=batch)
     check_choice(dtype=(dtype, DTYPES))
     dtype, int8 = check_precision(precision, dtype)
+    model = getattr(model, "_orig_mod", model)  # behind torch.compile
     find_host(model)
     if Quantization.of(model) is not None:
         raise MctfError("the model is quantized: run mctf.unquantize(model), and export it with precision='int8'")
@@ -136,8 +138,8 @@ def export(
         try:
             kind.write(program, written, metadata.to_json(), finish)
         except Exception as failure:
-            if is_out_of_memory(failure):
-                raise
+            if is_out_of_memory(failure) or getattr(failure, "errno", None) == errno.ENOSPC:
+                raise  # another format needs the same
             raise MctfError(
                 f"the model cannot be written as {kind.name} ({_cause(failure)}): try another format"
             ) from failure
@@ -249,6 +251,12 @@ def check_request(path: object, format: object) -> tuple[Format, Path]:
     check_target(file)
     if file.exists() and not file.is_file():
         raise MctfError(f"{file} is not a regular file: choose another file")
+    for other in kind.files(file)[1:]:
+        if file.is_symlink():
+            raise MctfError(f"{file} is a link, and {other.name} lies beside the file: name the file itself")
+        check_target(other)
+        if other.exists() and not (file.exists() and other.is_file()):
+            raise MctfError(f"{other} would be overwritten, and belongs to no {file.name}: choose another name")
     kind.check_packages()
     return kind, file
 
@@ -280,6 +288,11 @@ def _check_parity(
         images = images[:whole] if whole else images.repeat(metadata.batch, 1, 1, 1)[: metadata.batch]
     classifies = metadata.output == "logits"
     reference = run_batches(_Float32(model, torch.float32), images, _LARGER_BATCH)
+    if not reference.isfinite().all():
+        raise MctfError(
+            "the model gives values that are not finite on the images of the check: check images and weights, or pass "
+            "check=False (--no-check)"
+        )
     other = torch.float64 if metadata.dtype == "float32" else getattr(torch, metadata.dtype)
     compared = _Float32(copy.deepcopy(model), other)
     if metadata.precision == "int8":

@@ -44,7 +44,7 @@ Finish = Callable[[Path], None] | None
 
 @dataclass(frozen=True)
 class Format:
-    """suffix: of the file. packages: from the extra `export`.
+    """suffix: of the file. packages: from the extra `export`. beside: suffix of a second file, of the same name.
 
     write: graph, path and metadata to files. Its last argument changes an ONNX file before it is used further.
     """
@@ -54,6 +54,11 @@ class Format:
     packages: tuple[str, ...]
     write: Callable[[ExportedProgram, Path, str, Finish], None]
     load: Callable[[Path, int | None], tuple[Run, str | None]]
+    beside: str | None = None
+
+    def files(self, path: Path) -> tuple[Path, ...]:
+        """The files of an export, `path` first."""
+        return (path,) if self.beside is None else (path, path.with_suffix(self.beside))
 
     def check_packages(self) -> None:
         """Raise MctfError with the install line where a package of the extra is missing."""
@@ -157,6 +162,11 @@ def _write_openvino(program: ExportedProgram, path: Path, metadata: str, finish:
 def _load_openvino(path: Path, threads: int | None) -> tuple[Run, str | None]:
     import openvino
 
+    with path.open("rb") as file:
+        if b"<net" not in file.read(1000):  # OpenVINO would try its other readers, which print what they think
+            raise MctfError("it is no model of OpenVINO")
+    if not path.with_suffix(".bin").is_file():
+        raise MctfError(f"there is no {path.with_suffix('.bin').name} beside it")
     core = openvino.Core()
     model = core.read_model(str(path))
     config = {"INFERENCE_NUM_THREADS": threads or torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
@@ -244,7 +254,7 @@ FORMATS = {
     each.name: each
     for each in (
         Format("onnx", ".onnx", ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
-        Format("openvino", ".xml", ("onnx", "onnxscript", "openvino"), _write_openvino, _load_openvino),
+        Format("openvino", ".xml", ("onnx", "onnxscript", "openvino"), _write_openvino, _load_openvino, ".bin"),
         Format("aoti", ".pt2", (), _write_aoti, _load_aoti),
         Format("pt2", ".pt2", (), _write_pt2, _load_pt2),
     )

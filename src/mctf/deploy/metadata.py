@@ -94,7 +94,7 @@ class ExportMetadata:
             dtype=dtype,
             batch=batch,
             method=None if stack is None else stack.method.name,
-            r=None if stack is None else stack.r,
+            r=None if stack is None else _tupled(stack.r),
             schedule=None if stack is None else tuple(stack.schedule),
             token_counts=tuple(planned.token_counts),
             gflops=planned.gflops,

@@ -33,7 +33,8 @@ SAMPLE = 32  # generated images
 class Parity:
     """Differences of outputs from those of the model in eager PyTorch, float32, over images.
 
-    median, largest: of the largest |difference| per image; of embeddings, relative to their standard deviation.
+    median, largest: of the largest |difference| per image, relative to the standard deviation of the outputs where
+    that is below 1, and always of embeddings: small logits would hide any error.
     flipped: percent of images above 0.01. kl, agreement: mean KL and percent of equal top classes; None for embeddings.
     cosine: mean cosine of the outputs.
     """
@@ -50,9 +51,8 @@ class Parity:
     def of(cls, outputs: Tensor, reference: Tensor, *, classifies: bool) -> Self:
         """outputs, reference: B K."""
         outputs, reference = outputs.double(), reference.double()
-        differences = (outputs - reference).abs().amax(dim=1)
-        if not classifies:
-            differences = differences / reference.std().clamp_min(1e-30)
+        scale = reference.std(correction=0).item() or 1.0
+        differences = (outputs - reference).abs().amax(dim=1) / (min(scale, 1.0) if classifies else scale)
         return cls(
             images=len(outputs),
             median=differences.median().item(),

@@ -48,10 +48,10 @@ def describe_device(device: torch.device) -> str:
     return str(device)
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that compute the figures."""
+def versions(*others: str) -> dict[str, str]:
+    """Versions of Python and of the installed packages that compute the figures. others: packages of this run."""
     installed = {"python": platform.python_version()}
-    for name in ("mctf", "torch", "timm", "triton"):
+    for name in dict.fromkeys(("mctf", "torch", "timm", "triton", *others)):
         try:
             installed[name] = version(name)
         except PackageNotFoundError:
