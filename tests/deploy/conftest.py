@@ -11,9 +11,7 @@ from helpers.exporting import PREPROCESSING, fused, tiny
 from mctf.deploy.export import ExportReport
 
 modules: dict[str, Any] = sys.modules
-modules.setdefault(
-    "openvino_telemetry", None
-)  # a test that imports OpenVINO itself reports nothing, see mctf.deploy.formats
+modules.setdefault("openvino_telemetry", None)  # tests that import OpenVINO themselves report nothing either
 
 
 @pytest.fixture(scope="session")
