@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import Counter
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,21 @@ def test_the_example_prepares_images_as_mctf_does(mode: str, tmp_path: Path) -> 
         preprocessing = Preprocessing(crop, share, mode, "bicubic", (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
         expected = preprocessing.transform()(Image.open(file).convert("RGB"))
         np.testing.assert_allclose(prepare(str(file), asdict(preprocessing)), expected.numpy(), atol=1e-5)
+
+
+def test_openvino_is_imported_without_its_telemetry() -> None:
+    """It forks a process that has threads, which then may never end."""
+    if find_spec("openvino") is None:
+        pytest.skip("openvino is not installed")
+    lines = [
+        "import sys",
+        "from mctf.deploy.formats import find_format",
+        "find_format('openvino').check_packages()",
+        "import openvino.tools.ovc.telemetry_utils as utils",
+        "print(utils.tm.__name__, 'openvino_telemetry' in sys.modules)",
+    ]
+    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    assert result.stdout.split() == ["openvino.tools.ovc.telemetry_stub", "False"], result.stderr
 
 
 def test_files_that_openvino_does_not_read(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import re
+import sys
 import threading
 import warnings
 import zipfile
@@ -62,8 +63,9 @@ class Format:
 
     def check_packages(self) -> None:
         """Raise MctfError with the install line where a package of the extra is missing."""
-        for package in self.packages:
-            optional_import(package, extra="export", purpose=f"{self.name} files")
+        with _without_telemetry():
+            for package in self.packages:
+                optional_import(package, extra="export", purpose=f"{self.name} files")
 
 
 def find_format(name: object) -> Format:
@@ -146,8 +148,27 @@ def _load_onnx(path: Path, threads: int | None) -> tuple[Run, str | None]:
     return run, session.get_modelmeta().custom_metadata_map.get(KEY)
 
 
+@contextmanager
+def _without_telemetry() -> Iterator[None]:
+    """While open, OpenVINO is imported without the package that reports each use of it to its makers.
+
+    The report is sent by a fork of this process, which has threads: the fork may wait for a lock that nobody holds any
+    more, and Python waits for the fork when it ends. An OpenVINO that was imported before stays as it is.
+    """
+    name = "openvino_telemetry"
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
 def _write_openvino(program: ExportedProgram, path: Path, metadata: str, finish: Finish = None) -> None:
-    import openvino
+    with _without_telemetry():
+        import openvino
 
     onnx_path = path.with_suffix(".onnx")
     _write_onnx(program, onnx_path, metadata, finish)
@@ -160,7 +181,8 @@ def _write_openvino(program: ExportedProgram, path: Path, metadata: str, finish:
 
 
 def _load_openvino(path: Path, threads: int | None) -> tuple[Run, str | None]:
-    import openvino
+    with _without_telemetry():
+        import openvino
 
     with path.open("rb") as file:
         if b"<net" not in file.read(1000):  # OpenVINO would try its other readers, which print what they think
