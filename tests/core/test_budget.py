@@ -13,9 +13,9 @@ SWEEP = ReductionSweep("some", (1, 2, 3, 4), COSTS.__getitem__)
 
 
 @pytest.mark.parametrize(
-    ("share", "r"), [(1, 0), (0.96, 0), (0.94, 2), (0.9, 2), (0.81, 2), (0.79, 3), (0.56, 3), (0.5, 4), (0.4, 4)]
+    ("share", "r"), [(1, 0), (0.96, 2), (0.94, 2), (0.9, 2), (0.81, 2), (0.79, 3), (0.56, 3), (0.5, 4), (0.4, 4)]
 )
-def test_the_closest_step_counts_and_r_0_is_one(share: float, r: int) -> None:
+def test_the_closest_step_counts_and_what_fits_comes_before_r_0(share: float, r: int) -> None:
     assert SWEEP.closest_share(share, baseline=10.0) == r
 
 

@@ -49,9 +49,13 @@ def printed(output: str) -> list[str]:
 
 
 def strangers_environment() -> dict[str, str]:
-    """This one without folders of programs that hold an mctf: the shell finds it only where a command says so."""
+    """This one without folders of programs that hold an mctf: the shell finds it only where a command says so.
+
+    Nor what a make around it passes on, as make then prints the folders that it enters.
+    """
     folders = [folder for folder in os.environ["PATH"].split(os.pathsep) if not (Path(folder) / "mctf").exists()]
-    return os.environ | {"PATH": os.pathsep.join(folders), "COLUMNS": "120"}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return own | {"PATH": os.pathsep.join(folders), "COLUMNS": "120"}
 
 
 def run(command: str, *, folder: Path) -> str:
