@@ -8,7 +8,7 @@ import torch
 import mctf
 from helpers.models import CHOSEN, METHODS, ONE_PER_OPS, REFERENCED, make, make_images, run
 
-NIGHTLY = ("mctf_exact", "pitome", "atc")  # inductor takes long, and others cover their operations
+NIGHTLY = ("mctf_exact", "tome", "pitome", "atc")  # inductor takes long, and others cover their operations
 with_inductor = [pytest.param(each, marks=pytest.mark.nightly if each in NIGHTLY else ()) for each in METHODS]
 REDUCTIONS = [4, 6]  # of two blocks: compiling is slow
 

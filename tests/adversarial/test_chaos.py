@@ -222,6 +222,7 @@ def ranks(place: Place, output: Path) -> list[Forked]:
     ]
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_of_torchrun_ends_all_and_resumes(place: Place, tmp_path: Path, record_property: Cases) -> None:
     whole, output, log = tmp_path / "whole", tmp_path / "run", place.log()
     assert [rank.code() for rank in ranks(place, whole)] == [0, 0]

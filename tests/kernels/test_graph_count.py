@@ -62,7 +62,7 @@ def train(method: str, steps: tuple[int, ...]) -> tuple[Graphs, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["mctf", "tome"])
+@pytest.mark.parametrize("method", ["mctf", pytest.param("tome", marks=pytest.mark.nightly)])
 def test_a_handful_of_graphs_serves_all_r(method: str) -> None:
     graphs, seen = train(method, LIGHTER)
     assert 1 < graphs.forward == graphs.backward <= HANDFUL

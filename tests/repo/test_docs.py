@@ -160,30 +160,18 @@ def cores(facts: dict[str, Any]) -> str:
     return THREADS[int(re.search(r"(\d+) threads?\)", facts["device"])[1])]
 
 
-def onnx_row(folder: Path, deploy_page: str) -> str:
-    """The README's row on ONNX Runtime, from a file of `mctf bench --format`; without one from docs/deploy.md."""
-    for path in sorted(folder.glob("cpu*_formats*.json")):
-        facts = json.loads(path.read_text())
-        for table in facts["tables"]:
-            rows = {
-                row["method"]: row
-                for row in table["rows"]
-                if (row["format"], row["precision"], row["batch"]) == ("onnx", "fp32", 8)
-            }
-            if table["title"].startswith("deit_small") and {None, "ward"} <= set(rows):
-                assert "--flops 0.56" in facts["command"]
-                speeds = [images_per_second(rows[method]["images_per_second"]) for method in (None, "ward")]
-                factor = f"{rows['ward']['speedup']:.2f}"
-                device = cores(facts)
-                break
-        else:
-            continue
-        break
-    else:
-        lines = deploy_page.splitlines()
-        at = next(index for index, line in enumerate(lines) if line.startswith("| | onnx, batch 1 | batch 8 |"))
-        cells = next(line for line in lines[at:] if line.startswith("| DeiT-S |")).split("|")
-        speeds, factor, device = ["", ""], cells[3].strip(), THREADS[1]
+def onnx_row(folder: Path) -> str:
+    """The README's row on ONNX Runtime, from a file of `mctf bench --format`."""
+    facts = json.loads((folder / "cpu2_formats_deit_small.json").read_text())
+    assert "--flops 0.56" in facts["command"]
+    rows = {
+        row["method"]: row
+        for table in facts["tables"]
+        for row in table["rows"]
+        if (row["format"], row["precision"], row["batch"]) == ("onnx", "fp32", 8)
+    }
+    speeds = [images_per_second(rows[method]["images_per_second"]) for method in (None, "ward")]
+    factor, device = f"{rows['ward']['speedup']:.2f}", cores(facts)
     cells = [f"{device}, ONNX Runtime", "DeiT-S, 8", "`ward`, 56 % of the FLOPs", *speeds, f"{factor}\u00d7"]
     return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
 
@@ -192,7 +180,7 @@ def test_the_readme_table_is_that_of_the_result_files() -> None:
     """Rows below the first of a device leave it out."""
     text = (ROOT / "README.md").read_text()
     expected = [readme_row(json.loads((RESULTS / file).read_text()), contender) for file, contender in README_TABLE]
-    expected.append(onnx_row(RESULTS, (ROOT / "docs/deploy.md").read_text()))
+    expected.append(onnx_row(RESULTS))
     seen: set[str] = set()
     for index, row in enumerate(expected):
         device = row.split(" | ")[0]
@@ -222,7 +210,7 @@ def test_the_row_of_another_measurement_is_another(tmp_path: Path) -> None:
     tables = [{"title": "deit_small_patch16_224, batch 8, cpu", "rows": rows}]
     measured = {"command": "mctf bench --flops 0.56", "device": "cpu (x86_64, 2 threads)", "tables": tables}
     (tmp_path / "cpu2_formats_deit_small.json").write_text(json.dumps(measured))
-    row = onnx_row(tmp_path, "")
+    row = onnx_row(tmp_path)
     assert row.startswith("| two CPU cores, ONNX Runtime | DeiT-S, 8 | `ward`, 56 % of the FLOPs |")
     assert row.endswith("| 20.0 images/s | 34.0 images/s | 1.70\u00d7 |")
 

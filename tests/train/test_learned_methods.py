@@ -185,6 +185,7 @@ def test_eval_reproduces_the_evaluation_of_finetune(
         assert one["kl"] == pytest.approx(other["kl"], abs=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_layers_train_in_two_processes(place: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
@@ -209,8 +210,9 @@ def finish_unsaved(trainer: Trainer) -> None:
     finish(trainer)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dynamic_vit", pytest.param("spvit", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("method", ["dynamic_vit", "spvit"])
 def test_training_reaches_the_planned_keep_ratios(expert: nn.Module, tmp_path: Path, method: str) -> None:
     # the tokens of so small a model change so much with every patch that their term would outweigh all others
     options = {"ratio_weight": 200, "token_weight": 0}
