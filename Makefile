@@ -14,7 +14,7 @@ demo: .venv/demo
 five-minutes:
 	PYTHONPATH=tests $(PYTHON) -m helpers.five_minutes
 
-# Tests run in two processes. The Triton kernels run on the CPU, by Triton's interpreter.
+# Tests run in three processes, some of which wait. The Triton kernels run on the CPU, by Triton's interpreter.
 test: .venv/ready
 	$(PYTEST)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
@@ -24,7 +24,7 @@ test-all: .venv/ready
 	$(PYTEST) -m "not nightly"
 	TRITON_INTERPRET=1 $(PYTEST) -m "not nightly" tests/kernels
 
-# What takes long for what it finds; about four minutes.
+# What takes long for what it finds; about three minutes.
 nightly: .venv/ready
 	$(PYTEST) -m nightly
 

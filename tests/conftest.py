@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 os.environ["COLUMNS"] = "120"  # xdist sets the width of its own terminal
-torch.set_num_threads(1)  # the suite runs in two processes: more threads would only wait for each other
+torch.set_num_threads(1)  # the suite runs in several processes: more threads would only wait for each other
 
 # helpers that assert: a failure shows the values, as it does in a test
 pytest.register_assert_rewrite("helpers")

@@ -69,7 +69,13 @@ def test_other_batches_and_image_sizes_compile() -> None:
         torch.testing.assert_close(compiled(images), model(images), atol=1e-5, rtol=1e-5)
 
 
-EXPORTED = [("plain", "mctf"), ("eva02", "mctf_exact"), ("beit", "mctf"), ("cait", "mctf_exact"), ("registers", "tome")]
+EXPORTED = [
+    ("plain", "mctf"),
+    pytest.param("eva02", "mctf_exact", marks=[pytest.mark.slow, pytest.mark.nightly]),
+    pytest.param("beit", "mctf", marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ("cait", "mctf_exact"),
+    ("registers", "tome"),
+]
 
 
 @pytest.mark.parametrize(("name", "method"), EXPORTED)

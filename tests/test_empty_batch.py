@@ -104,7 +104,8 @@ def test_feature_maps(method: str) -> None:
 
 COMPILED = [
     pytest.param("random", False),
-    *(pytest.param(method, True, marks=pytest.mark.slow) for method in ("mctf", "tome")),
+    pytest.param("mctf", True, marks=pytest.mark.slow),
+    pytest.param("tome", True, marks=[pytest.mark.slow, pytest.mark.nightly]),
     *(
         pytest.param(method, False, marks=[pytest.mark.slow, pytest.mark.nightly])
         for method in METHODS

@@ -60,7 +60,9 @@ def test_a_reader_that_leaves() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "streams", [*(pytest.param(each, marks=pytest.mark.nightly) for each in (">&-", "2>&-")), "<&- >&- 2>&-"]
+)
 def test_results_are_written_without_streams(files: dict[str, str], tmp_path: Path, streams: str) -> None:
     line = f"{MCTF} {EVAL.format(images=files['images'])} --output {tmp_path}/out.json {streams}"
     assert shell(line).returncode == 0

@@ -132,6 +132,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "head"), HEADS, ids=str)
 @torch.no_grad()

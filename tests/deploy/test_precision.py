@@ -68,6 +68,7 @@ def weight_bytes(path: Path) -> int:
         return sum(each.file_size for each in entries if Path(each.filename).name.startswith(("weight_", "tensor_")))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_pt2_file_in_int8(tmp_path: Path) -> None:
     model = fused(method="tome")

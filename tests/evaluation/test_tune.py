@@ -89,7 +89,9 @@ def test_never_worse_than_the_methods_own_schedule(deit: Any) -> None:
     assert point.tuned == point.default == default
 
 
-@pytest.mark.parametrize("method", ["mctf", "tome", pytest.param("evit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["mctf", "tome", pytest.param("evit", marks=[pytest.mark.slow, pytest.mark.nightly])]
+)
 def test_other_methods_too(deit: Any, method: str) -> None:
     search, _ = tuner(deit, LATE, method)
     point = search.tune(0.7)

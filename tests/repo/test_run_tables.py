@@ -77,6 +77,8 @@ def test_no_table_outlives_the_script(tmp_path: Path, number: signal.Signals) ->
             os.kill(table, signal.SIGKILL)
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_table_that_compiles_too_long_is_given_up(tmp_path: Path) -> None:
     script = start(tmp_path, "0", "600")
     text, _ = script.communicate(timeout=60)

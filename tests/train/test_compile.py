@@ -34,7 +34,7 @@ def logits_and_gradient(model: nn.Module, images: Tensor, lighter: int) -> list[
     ("method", "order"),
     [
         ("tome", (5, 8, 3, 2, 6)),  # 0 and 1 have graphs of their own
-        pytest.param("tome", (5, 8, 0, 3, 1, 2, 7, 4, 6), marks=pytest.mark.slow),
+        pytest.param("tome", (5, 8, 0, 3, 1, 2, 7, 4, 6), marks=[pytest.mark.slow, pytest.mark.nightly]),
         pytest.param("mctf", (5, 8, 0, 3, 1, 2, 7, 4, 6), marks=pytest.mark.slow),
     ],
 )
