@@ -1,6 +1,8 @@
 # Every target creates the environment in .venv when it is missing. Python 3.11 or later and pip are all it needs.
 PYTHON ?= python3
 BIN := .venv/bin
+# Tests start many processes, which would compile the same packages again.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: demo five-minutes test test-all nightly chaos adversarial check coverage docs site wheel release-check format clean
