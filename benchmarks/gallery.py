@@ -85,7 +85,7 @@ def take_screens() -> None:
 
     from mctf.viz.playground import build, serve
 
-    page = build({"embedded": load_model("embedded")})
+    page = build({"embedded": partial(load_model, "embedded")})
     with tempfile.TemporaryDirectory() as site, sync_playwright() as playwright:
         command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", site]
         subprocess.run(command, cwd=FOLDER.parents[1], check=True)

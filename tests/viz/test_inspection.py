@@ -1,10 +1,12 @@
 """One image through an unfused model and its fused copies: what is reported, what is kept, what is refused."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 import mctf
 from helpers.images import make_picture
@@ -49,6 +51,25 @@ def test_figures_are_those_of_the_plan_and_of_the_models(image) -> None:
         assert result.timing.median > 0
         assert result.speedup == seen.baseline.timing.median / result.timing.median
     assert "2 copies of the image on this machine" in seen.conditions
+
+
+def test_models_are_loaded_and_run_in_one_thread(image) -> None:
+    """A second pool of threads makes every pass on a CPU a third slower."""
+    seen: set[int] = set()
+
+    def load() -> nn.Module:
+        seen.add(threading.get_ident())
+        model = create("test_vit")
+        model.patch_embed.register_forward_hook(lambda *_: seen.add(threading.get_ident()))
+        return model
+
+    subject = Inspector({"test_vit": load}, device=CPU, rounds=1)
+    for _ in range(2):
+        caller = threading.Thread(target=subject.inspect, args=[image], kwargs={"model": "test_vit", "fusions": [MCTF]})
+        caller.start()
+        caller.join()
+    assert len(seen) == 1
+    assert threading.get_ident() not in seen
 
 
 def test_the_pictures_change_where_tokens_are_fused(image) -> None:

@@ -1,5 +1,6 @@
 """`mctf playground`: a local web page that compares two methods on photographs."""
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -49,18 +50,15 @@ def command(
     optional_import("gradio", extra="playground", purpose="playgrounds")  # before a download
 
     from ..evaluation.environment import pick_device, set_threads
-    from ..models.loading import load_described
+    from ..models.loading import load_model
     from ..viz.playground import build, serve
 
     set_threads(threads)
     device = pick_device(device_name)
-    loaded = {}
-    for name in [*others, EMBEDDED] if models else [EMBEDDED]:
-        file = weights if name in models else None
-        with progress(f"loading {name}"):
-            loaded[name], _ = load_described(name, weights=file, random=False)
-    with progress("building the page"):
-        page = build(loaded, device=device)
+    names = [*others, EMBEDDED] if models else [EMBEDDED]
+    files = {name: weights if name in models else None for name in names}
+    with progress(f"loading {', '.join(names)}"):
+        page = build({name: partial(load_model, name, weights=files[name]) for name in names}, device=device)
     address = serve(page, host="127.0.0.1", port=port, wait=False, browser=browser)
     echo(f"mctf playground: {address} (Ctrl-C ends it)")
     page.block_thread()

@@ -5,9 +5,9 @@ Fused models share the weights of the unfused one and are kept, so that the next
 Axes: 3 H W pixels of one image; K classes; N tokens.
 """
 
-import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -97,29 +97,43 @@ def training_free() -> list[str]:
 class Inspector:
     """Models by name, and the fused copies that were asked for last.
 
-    Calls from several threads run one after the other: a second pass at the same time would disturb the times.
+    Calls from several threads run one after the other, in one thread. On a CPU every thread that runs operators of
+    PyTorch has a pool of its own, and two pools slow each other down. So a model may be given as a function that loads
+    it, which runs in that thread as well.
     """
 
     def __init__(
-        self, models: Mapping[str, nn.Module], *, device: torch.device, rounds: int = ROUNDS, kept: int = 16
+        self,
+        models: Mapping[str, nn.Module | Callable[[], nn.Module]],
+        *,
+        device: torch.device,
+        rounds: int = ROUNDS,
+        kept: int = 16,
     ) -> None:
         if not models:
             raise MctfError("there is no model to inspect: give at least one")
-        for model in models.values():
-            find_host(model)  # refuses what cannot be fused before a page is served
-        self.models = {name: model.eval().to(device) for name, model in models.items()}
         self.device = device
         self._rounds = rounds
         self._kept = kept
         self._fused: OrderedDict[tuple[str, Fusion], tuple[nn.Module, Plan]] = OrderedDict()
-        self._busy = threading.Lock()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inspector")
+        self.models = self._thread.submit(self._load, models).result()
+
+    def _load(self, models: Mapping[str, nn.Module | Callable[[], nn.Module]]) -> dict[str, nn.Module]:
+        loaded = {name: each if isinstance(each, nn.Module) else each() for name, each in models.items()}
+        for model in loaded.values():
+            find_host(model)  # refuses what cannot be fused before a page is served
+        return {name: model.eval().to(self.device) for name, model in loaded.items()}
 
     def depth(self, model: str) -> int:
         return find_host(self._model(model)).depth
 
     def inspect(self, image: Image.Image, *, model: str, fusions: Sequence[Fusion], batch: int = 1) -> Inspection:
         """The unfused model and every fusion of it on one RGB image. batch: copies of the image in a timed pass."""
-        with self._busy, torch.inference_mode():
+        return self._thread.submit(self._inspect, image, model, fusions, batch).result()
+
+    def _inspect(self, image: Image.Image, model: str, fusions: Sequence[Fusion], batch: int) -> Inspection:
+        with torch.inference_mode():
             baseline = self._model(model)
             fused = [self._fuse(model, fusion) for fusion in fusions]
             preprocessing = Preprocessing.of(baseline)

@@ -10,7 +10,7 @@ import inspect
 import io
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -90,7 +90,7 @@ class Settings:
 
 
 def build(
-    models: Mapping[str, nn.Module],
+    models: Mapping[str, nn.Module | Callable[[], nn.Module]],
     *,
     device: torch.device | None = None,
     samples: Sequence[Path] | None = None,
@@ -98,8 +98,9 @@ def build(
 ) -> Any:
     """The page as a gradio.Blocks, for `serve` or a Hugging Face Space.
 
-    models: by the name that the page shows. samples: photographs to pick from; by default those of `mctf demo`, where
-    their packages are installed. rounds: timed passes per model.
+    models: by the name that the page shows; functions that load them keep its times low, see `Inspector`. samples:
+    photographs to pick from; by default those of `mctf demo`, where their packages are installed. rounds: timed passes
+    per model.
     """
     gradio = _gradio()
     options = {} if rounds is None else {"rounds": rounds}
