@@ -1,7 +1,7 @@
 # Every target creates the environment in .venv when it is missing. Python 3.11 or later and pip are all it needs.
 PYTHON ?= python3
 BIN := .venv/bin
-# Tests start many processes, which would compile the same packages again.
+# Bytecode is written whatever the environment says: tests start many processes that import the same packages.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest
 

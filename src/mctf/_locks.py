@@ -3,9 +3,10 @@
 import errno
 import os
 import stat
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from .errors import MctfError
 
 LOCK_FILE = ".mctf.lock"
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+_PAUSE = 0.02  # seconds between two looks at a folder that is held
 _ATTEMPTS = 1000  # at a folder that other processes remove meanwhile
 _held: set[int] = set()  # descriptors of locks
 
@@ -52,6 +54,22 @@ def lock_folder(folder: Path, *, doing: str, option: str) -> Iterator[None]:
             _held.discard(handle)
             os.close(handle)
             _remove(absent)
+
+
+@contextmanager
+def wait_for_folder(folder: Path, *, seconds: float, doing: str, option: str) -> Iterator[None]:
+    """`lock_folder` that waits for a process that holds the folder, at most so many seconds."""
+    end = time.monotonic() + seconds
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(lock_folder(folder, doing=doing, option=option))
+                break
+            except FolderHeldError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(_PAUSE)
+        yield
 
 
 def _acquire(folder: Path, *, doing: str, option: str) -> int:

@@ -21,6 +21,8 @@ in that mean, and restored they follow the kept token of their slot at the dista
 A host may pass padded images, or images packed into one sequence. Images of equally many tokens then run as a batch of
 their own, with its own run; padding attends to the tokens of its image, and nothing attends to it or fuses with it.
 
+It is one file, as bound blocks, proxies of blocks and what the head reads are parts of one FusedStack.
+
 Axes: B images, N tokens entering the stack, M tokens at some block, C channels.
 """
 

@@ -83,12 +83,17 @@ VARIANTS: list[dict[str, Any]] = [
     {"informativeness": "both", "attention": "previous"},
     {"attention": "exact", "informativeness": "class"},
 ]
-ONCE_A_NIGHT = [pytest.mark.slow, pytest.mark.nightly]
-OTHERS = ("gated", "post_norm", "eva_dinov3", "cait")
+VARIED = [
+    "registers",
+    *(
+        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.nightly])
+        for name in ("gated", "post_norm", "eva_dinov3", "cait")
+    ),
+]
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-@pytest.mark.parametrize("name", ["registers", *(pytest.param(name, marks=ONCE_A_NIGHT) for name in OTHERS)])
+@pytest.mark.parametrize("name", VARIED)
 @torch.no_grad()
 def test_fvcore_counts_every_variant_alike(name: str, options: dict[str, Any]) -> None:
     if name == "cait" and "informativeness" in options:

@@ -1,6 +1,11 @@
 """One image through an unfused model and its fused copies: what is reported, what is kept, what is refused."""
 
+import gc
+import signal
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -70,6 +75,41 @@ def test_models_are_loaded_and_run_in_one_thread(image) -> None:
         caller.join()
     assert len(seen) == 1
     assert threading.get_ident() not in seen
+
+
+@pytest.mark.slow
+def test_an_interrupt_does_not_wait_for_a_model_that_loads() -> None:
+    program = """
+import time
+import torch
+from mctf.viz.inspection import Inspector
+
+def load():
+    print("loading", flush=True)
+    time.sleep(300)
+
+Inspector({"slow": load}, device=torch.device("cpu"))
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with process:
+        assert process.stdout.readline() == b"loading\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=30)
+        finally:
+            process.kill()
+
+
+def test_an_inspector_that_is_gone_leaves_no_thread() -> None:
+    before = threading.active_count()
+    subject = inspector()
+    assert threading.active_count() == before + 1
+    del subject
+    gc.collect()
+    end = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() == before
 
 
 def test_the_pictures_change_where_tokens_are_fused(image) -> None:

@@ -203,20 +203,18 @@ def command(
     from ..schedule_file import read_schedule
 
     saved = None if schedule is None else read_schedule(schedule)
-    if saved is not None and (reductions or budgets or methods):
-        raise MctfError(
-            "a schedule says what each block fuses, and by which method: leave out -r, --flops and --method"
-        )
-    if saved is not None:
-        methods = [saved.method]
-    methods = ["mctf", "mctf_exact", "tome"] if methods is None else methods
-    if not methods:
-        raise MctfError("there is nothing to time: name at least one method (--method mctf)")
     amounts: list[dict[str, Any]] = [{"r": r} for r in reductions or (16,)]
     if budgets is not None:
         amounts = [{"r": None, "flops": budget} for budget in budgets]
     if saved is not None:
-        amounts = [{"r": None, "schedule": saved}]
+        if reductions or budgets or methods:
+            raise MctfError(
+                "a schedule says what each block fuses, and by which method: leave out -r, --flops and --method"
+            )
+        methods, amounts = [saved.method], [{"r": None, "schedule": saved}]
+    methods = ["mctf", "mctf_exact", "tome"] if methods is None else methods
+    if not methods:
+        raise MctfError("there is nothing to time: name at least one method (--method mctf)")
     requests = [
         FusionRequest.of(
             None if saved else name, blocks=blocks, options={}, **{"flops": None, "schedule": None} | amount
@@ -329,21 +327,17 @@ def _exported(
             variants[label] = fuse(copy_sharing_weights(model), method, **amount)
     with tempfile.TemporaryDirectory() as folder:
         contenders, left_out = list[Contender](), list[str]()
-        with progress("exporting", total=len(formats) * len(variants) * len(precisions)) as tick:
-            for number, (each, label, precision) in enumerate(product(formats, variants, precisions)):
+        combinations = list(product(formats, variants, precisions))
+        with progress("exporting", total=len(combinations)) as tick:
+            for number, (each, label, precision) in enumerate(combinations, start=1):
+                path = Path(folder) / str(number)
                 try:
                     contender = Contender.of_model(
-                        variants[label],
-                        name,
-                        each,
-                        folder=Path(folder) / str(number),
-                        label=label,
-                        precision=precision,
-                        calibration=images,
+                        variants[label], name, each, folder=path, label=label, precision=precision, calibration=images
                     )
                     contenders.append(contender)
                 except MctfError as failure:  # the others are timed all the same
-                    if not contenders and number + 1 == len(formats) * len(variants) * len(precisions):
+                    if not contenders and number == len(combinations):
                         raise
                     left_out.append(f"{label}, {each}, {precision} is left out: {failure}")
                 tick()
@@ -391,15 +385,12 @@ def _bench_formats(
             print_formats(table["rows"], title=table["title"], notes=table["notes"])
 
 
-def _steps(config: "BenchmarkConfig") -> int:
-    """An upper bound of the steps of a benchmark: contenders and rounds."""
-    return len(config.methods) + config.rounds + 4 + len(config.precisions) * (len(config.methods) + 1)
-
-
 def _run(model: Any, config: "BenchmarkConfig", title: str) -> tuple["Measurement", ...]:
     from ..evaluation.benchmark import benchmark
 
-    with progress(title, total=_steps(config)) as tick:
+    methods = len(config.methods)
+    steps = methods + config.rounds + 4 + len(config.precisions) * (methods + 1)  # an upper bound
+    with progress(title, total=steps) as tick:
         try:
             return benchmark(model, config, tick=tick)
         except Exception as error:

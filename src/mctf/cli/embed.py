@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._utils import plural
-from ..errors import MctfError
+from ..errors import MctfError, shown
 from .options import (
     FILE,
     REDUCTION,
@@ -176,7 +176,7 @@ def command(
     from ..data import ReadLimits
     from ..distributed import gather_at_end, read_ranks
     from ..embedding.embedder import Embedder
-    from ..embedding.job import EmbedJob, parse_part, portion
+    from ..embedding.job import EmbedJob
     from ..embedding.sources import open_source
     from ..embedding.vectors import VECTORS
     from ..errors import did_you_mean
@@ -184,7 +184,7 @@ def command(
 
     if vector not in VECTORS:
         raise MctfError(f"--vector {vector!r} is not known: {did_you_mean(vector, VECTORS)}")
-    first, parts = (1, 1) if part is None else parse_part(part)
+    first, parts = (1, 1) if part is None else _parse_part(part)
     wanted = options.pop("progress")
     limits = ReadLimits.of(**options)
     ranks = read_ranks(pick_device(device_name))
@@ -226,7 +226,7 @@ def command(
         return
     assert output is not None
     job = EmbedJob(source, output, embedder, model, form, shard_size, decode, on_corrupt, workers)
-    numbers = portion(len(job.shards), part=first, parts=parts)[ranks.rank :: ranks.world_size]
+    numbers = list(range(first - 1, len(job.shards), parts))[ranks.rank :: ranks.world_size]
     from ..evaluation.environment import command_line
 
     if engine == "local":
@@ -338,6 +338,14 @@ def _report(
     )
     if counts["failed"]:
         echo(f"note: {plural(counts['failed'], 'image')} not readable, listed in {job.output}/*_failures.jsonl")
+
+
+def _parse_part(text: str) -> tuple[int, int]:
+    """K and N of "K/N"; raises MctfError."""
+    first, slash, last = text.partition("/")
+    if slash and first.isdecimal() and last.isdecimal() and len(text) < 20 and 1 <= int(first) <= int(last):
+        return int(first), int(last)
+    raise MctfError(f"--shard {shown(text, 40)} is no K/N: write 1/8 to 8/8, one per job")
 
 
 def _check(

@@ -56,9 +56,9 @@ def command(
     set_threads(threads)
     device = pick_device(device_name)
     names = [*others, EMBEDDED] if models else [EMBEDDED]
-    files = {name: weights if name in models else None for name in names}
+    loading = {name: partial(load_model, name, weights=weights if name in models else None) for name in names}
     with progress(f"loading {', '.join(names)}"):
-        page = build({name: partial(load_model, name, weights=files[name]) for name in names}, device=device)
+        page = build(loading, device=device)
     address = serve(page, host="127.0.0.1", port=port, wait=False, browser=browser)
     echo(f"mctf playground: {address} (Ctrl-C ends it)")
     page.block_thread()

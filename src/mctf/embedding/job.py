@@ -9,13 +9,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import __version__
-from .._locks import FolderHeldError, lock_folder
+from .._locks import wait_for_folder
 from .._utils import atomic_file, read_json
 from ..errors import MctfError, shown
 from ..evaluation.environment import describe_device, versions
@@ -105,16 +105,14 @@ class EmbedJob:
         """
         check_format(self.form)
         settings = self.settings()
-        path = self.output / MANIFEST
         with self._manifest_lock() as folder:
-            if path.exists():
-                manifest = read_json(path, str(path), "name another --output", most=1 << 26)
+            if (self.output / MANIFEST).exists():
+                manifest = self._read_manifest()
                 self._compare(manifest, settings)
                 self._compare_archives()
                 self._compare_files()
                 return self._other_versions(manifest)
-            strangers = [name for name in os.listdir(self.output) if not name.startswith(".")]
-            if strangers:
+            if strangers := [name for name in os.listdir(self.output) if not name.startswith(".")]:
                 raise MctfError(
                     f"{self.output} holds {shown(strangers[0], 60)} and no {MANIFEST}: name an empty --output"
                 )
@@ -166,8 +164,7 @@ class EmbedJob:
                     counts["shards_finished"] += 1
                     counts["images"] += stats["images"]
                     counts["failed"] += stats["failed"]
-            path = self.output / MANIFEST
-            manifest = read_json(path, str(path), "embed into another folder", most=1 << 26)
+            manifest = self._read_manifest()
             if manifest.get("counts") != counts:
                 self._write_manifest(folder, manifest | {"counts": counts})
         return counts
@@ -179,9 +176,9 @@ class EmbedJob:
 
     def _record_device(self) -> None:
         """Write the type of device of this process into the manifest, or check that it is the one there."""
-        path, kind = self.output / MANIFEST, self.embedder.loaded.device.type
+        kind = self.embedder.loaded.device.type
         with self._manifest_lock() as folder:
-            manifest = read_json(path, str(path), "embed into another folder", most=1 << 26)
+            manifest = self._read_manifest()
             before = manifest.get("device")
             if before is None:
                 self._write_manifest(folder, manifest | {"device": kind})
@@ -220,8 +217,7 @@ class EmbedJob:
         before, here = manifest.get("versions"), versions()
         if not isinstance(before, dict):
             return None
-        changed = [name for name in _PACKAGES if before.get(name) != here.get(name)]
-        if not changed:
+        if not (changed := [name for name in _PACKAGES if before.get(name) != here.get(name)]):
             return None
         differences = ", ".join(
             f"{name} {shown(before.get(name), 40)} there, {here.get(name)!r} here" for name in changed
@@ -232,15 +228,15 @@ class EmbedJob:
         before = manifest.get("settings")
         if not isinstance(before, dict):
             raise MctfError(f"{self.output / MANIFEST} was not written by mctf embed: name another --output")
-        different = [name for name in settings if settings[name] != before.get(name)]
-        if not different:
+        if not (different := [name for name in settings if settings[name] != before.get(name)]):
             return
         if different == ["source"] or "shards" in different:
             different = sorted(different, key=lambda name: name != "source")
         name = different[0]
         what, old, new = _DIGEST_NAMES.get(name, name), before.get(name), settings[name]
         if name == "source":
-            old, new = (_listed(count) for count in (manifest.get("images_listed"), self.source.count))
+            counts = (manifest.get("images_listed"), self.source.count)
+            old, new = ("files of unknown length" if each is None else f"{each} listed" for each in counts)
             new = "other names" if old == new else new
         else:
             if isinstance(old, list) and isinstance(new, list):  # a schedule
@@ -258,6 +254,10 @@ class EmbedJob:
             f"{_CURE}"
         )
 
+    def _read_manifest(self) -> dict[str, Any]:
+        path = self.output / MANIFEST
+        return read_json(path, str(path), "name another --output", most=1 << 26)
+
     def _write_manifest(self, folder: Path, manifest: dict[str, Any]) -> None:
         try:
             with atomic_file(folder / "manifest", lambda: self.output / MANIFEST, sync=True) as file:
@@ -267,44 +267,27 @@ class EmbedJob:
                 f"{self.output / MANIFEST} cannot be written ({failure.strerror}): make room, or name another --output"
             ) from None
 
-    def _manifest_lock(self) -> Any:
+    @contextmanager
+    def _manifest_lock(self) -> Iterator[Path]:
         """The hidden folder in which the manifest is written, held; jobs of one folder wait for each other."""
-        return _waiting_lock(self.output / ".manifest")
+        folder = self.output / ".manifest"
+        try:
+            with wait_for_folder(folder, seconds=_PATIENCE, doing="writes", option="--output"):
+                for path in folder.iterdir():
+                    if not path.name.startswith("."):
+                        path.unlink(missing_ok=True)  # of a run that was killed
+                yield folder
+        finally:
+            with suppress(OSError):
+                folder.rmdir()
 
 
-class _waiting_lock:  # noqa: N801  # a context manager, as `lock_folder`
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> Path:
-        end = time.monotonic() + _PATIENCE
-        while True:
-            self._lock = lock_folder(self.folder, doing="writes", option="--output")
-            try:
-                self._lock.__enter__()
-            except FolderHeldError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.02)
-                continue
-            for path in self.folder.iterdir():
-                if not path.name.startswith("."):
-                    path.unlink(missing_ok=True)  # of a run that was killed
-            return self.folder
-
-    def __exit__(self, *exception: Any) -> None:
-        self._lock.__exit__(*exception)
-        with suppress(OSError):
-            self.folder.rmdir()
-
-
-class _Mark:
+class _Mark(NamedTuple):
     """One batch on its way, or the end of a shard without a further batch."""
 
-    __slots__ = ("batch", "last", "number")
-
-    def __init__(self, number: int, *, batch: bool, last: bool) -> None:
-        self.number, self.batch, self.last = number, batch, last
+    number: int
+    batch: bool
+    last: bool
 
 
 class _Run:
@@ -354,8 +337,7 @@ class _Run:
         self.opened.clear()
 
     def _bound(self) -> str:
-        names = ("decoding", "model", "disk")
-        return Clock(*(getattr(self.clock, name) + getattr(self.total, name) for name in names)).bound
+        return (self.total + self.clock).bound
 
     def _batches(self) -> Iterator[list[Item]]:
         """Batches of every shard in turn, never of two. It runs ahead of the results."""
@@ -412,34 +394,7 @@ class _Run:
         writer.commit(facts)
         self.opened.pop(number)
         self.clock.disk += time.perf_counter() - now
-        for name in ("decoding", "model", "disk"):
-            setattr(self.total, name, getattr(self.total, name) + getattr(self.clock, name))
-            setattr(self.clock, name, 0.0)
+        self.total += self.clock
+        self.clock.reset()
         self.began = time.perf_counter()
         return ShardReport(number, writer.images, writer.failed)
-
-
-def _listed(count: object) -> str:
-    return "files of unknown length" if count is None else f"{count} listed"
-
-
-def portion(count: int, *, part: int, parts: int) -> list[int]:
-    """Numbers of the shards that belong to part K of N, from 1: every N-th."""
-    return list(range(part - 1, count, parts))
-
-
-def parse_part(text: str) -> tuple[int, int]:
-    """K and N of "K/N"; raises MctfError."""
-    first, slash, last = text.partition("/")
-    if slash and first.isdecimal() and last.isdecimal() and len(text) < 20 and 1 <= int(first) <= int(last):
-        return int(first), int(last)
-    raise MctfError(f"--shard {shown(text, 40)} is no K/N: write 1/8 to 8/8, one per job")
-
-
-def for_worker(job: EmbedJob, *, threads: int | None) -> EmbedJob:
-    """The job for one of several workers of a machine, which has so many CPU threads; files by their whole paths."""
-    embedder = Embedder.__new__(Embedder)
-    state = job.embedder.__getstate__()
-    weights = state["weights"] and state["weights"].absolute()
-    embedder.__setstate__(state | {"threads": threads, "weights": weights})
-    return replace(job, embedder=embedder, output=job.output.absolute())

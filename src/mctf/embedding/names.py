@@ -137,6 +137,16 @@ def remote_glob(pattern: str) -> list[str]:
     return [system.unstrip_protocol(name) for name in sorted(system.glob(path))]
 
 
+def remote_files(url: str) -> list[str]:
+    """All files below a folder behind a URL, by their paths in it."""
+    system, path = file_system(url)
+    try:
+        base = path.rstrip("/") + "/"
+        return sorted(name.removeprefix(base) for name in system.find(path) if name.startswith(base))
+    except Exception as failure:  # network, permissions and names fail with exceptions of different types
+        raise MctfError(f"{url} cannot be listed ({first_line(failure)}): check the URL") from None
+
+
 def open_binary(path: str) -> Any:
     """A file or URL, opened for reading; raises MctfError where it cannot be."""
     try:

@@ -83,6 +83,12 @@ class Clock:
         """What took longest: decoding, model or disk."""
         return max(("decoding", "model", "disk"), key=lambda name: getattr(self, name))
 
+    def __add__(self, other: "Clock") -> "Clock":
+        return Clock(self.decoding + other.decoding, self.model + other.model, self.disk + other.disk)
+
+    def reset(self) -> None:
+        self.decoding = self.model = self.disk = 0.0
+
     def shares(self) -> dict[str, float]:
         total = self.decoding + self.model + self.disk or 1.0
         return {f"{name}_share": round(getattr(self, name) / total, 4) for name in ("decoding", "model", "disk")}

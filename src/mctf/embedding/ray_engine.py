@@ -7,12 +7,14 @@ all machines share.
 import os
 from collections.abc import Generator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .._utils import first_line, optional_import, plural
 from ..errors import MctfError
-from .job import MANIFEST, EmbedJob, ShardReport, for_worker
+from .embedder import Embedder
+from .job import MANIFEST, EmbedJob, ShardReport
 
 _RESTARTS = 100  # of one worker: a machine that is lost costs one, a model that does not fit would go on for ever
 _START = 600.0  # seconds until the first worker runs; a cluster that grows starts machines meanwhile
@@ -43,6 +45,15 @@ class _Worker:
         """Embed these shards, without those that another run has finished meanwhile."""
         self.ready()
         return list(self.job.run(self.job.pending(numbers)))
+
+
+def _for_worker(job: EmbedJob, *, threads: int | None) -> EmbedJob:
+    """The job for one of several workers of a machine, which has so many CPU threads; files by their whole paths."""
+    embedder = Embedder.__new__(Embedder)
+    state = job.embedder.__getstate__()
+    weights = state["weights"] and state["weights"].absolute()
+    embedder.__setstate__(state | {"threads": threads, "weights": weights})
+    return replace(job, embedder=embedder, output=job.output.absolute())
 
 
 def run_on_ray(
@@ -83,7 +94,7 @@ def _run(ray: Any, job: EmbedJob, numbers: list[int], actors: int | None) -> Gen
     options = {"num_cpus": share, "num_gpus": 1 if use_gpu else 0}
     kind = ray.remote(max_restarts=_RESTARTS, max_task_retries=_RESTARTS, **options)(_Worker)
     threads = job.embedder.threads if use_gpu else job.embedder.threads or 1
-    shared = ray.put(for_worker(job, threads=threads))
+    shared = ray.put(_for_worker(job, threads=threads))
     workers = [kind.remote([shared], Path.cwd()) for _ in range(count)]
     if not ray.wait([worker.ready.remote() for worker in workers], num_returns=1, timeout=_START)[0]:
         needs = plural(share, "CPU") + (" and a GPU" if use_gpu else "")

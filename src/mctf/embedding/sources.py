@@ -28,10 +28,10 @@ from .names import (
     CompactNames,
     UnavailableError,
     expand_pattern,
-    file_system,
     is_url,
     open_binary,
     read_location,
+    remote_files,
     resolve_beside,
     short_names,
     split_sources,
@@ -366,7 +366,7 @@ def _open_folder(path: str, **options: Any) -> list[Part]:
                 other.append(name)
 
     root = path.rstrip("/") + "/"
-    names = CompactNames(images(_remote_files(path) if is_url(path) else walk_files(Path(path))))
+    names = CompactNames(images(remote_files(path) if is_url(path) else walk_files(Path(path))))
     archives = [
         part
         for name in sorted(other)
@@ -392,12 +392,3 @@ def _holds_images(path: str, *, column: str | None, alone: bool) -> bool:
         with suppress(Exception), zipfile.ZipFile(path) as archive:  # `ZipReader` says what is wrong with it
             return any(map(is_image_name, archive.namelist()))
     return True
-
-
-def _remote_files(url: str) -> list[str]:
-    system, path = file_system(url)
-    try:
-        base = path.rstrip("/") + "/"
-        return sorted(name.removeprefix(base) for name in system.find(path) if name.startswith(base))
-    except Exception as failure:  # network, permissions and names fail with exceptions of different types
-        raise MctfError(f"{url} cannot be listed ({first_line(failure)}): check the URL") from None

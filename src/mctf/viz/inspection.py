@@ -5,13 +5,16 @@ Fused models share the weights of the unfused one and are kept, so that the next
 Axes: 3 H W pixels of one image; K classes; N tokens.
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -31,6 +34,8 @@ from ..models.loading import copy_sharing_weights
 from ..planning import Plan, plan
 from ..tracing import Trace, trace
 from .fused_patches import enlarge, fused_picture, patch_grid, to_image
+
+T = TypeVar("T")
 
 ROUNDS = 3
 UNFUSED = "unfused"
@@ -94,6 +99,30 @@ def training_free() -> list[str]:
     return [name for name in methods() if not (make_method(name, {}).learned or make_method(name, {}).adaptive)]
 
 
+class _OneThread:
+    """Calls of any thread, one after the other in a thread of their own. A program that ends does not wait for them."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        Thread(target=self._run, args=[self._calls], daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def call(self, function: Callable[[], T]) -> T:
+        future: Future[T] = Future()
+        self._calls.put((function, future))
+        return future.result()
+
+    @staticmethod
+    def _run(calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+        while (each := calls.get()) is not None:
+            function, future = each
+            try:
+                future.set_result(function())
+            except BaseException as error:  # raised by `call`
+                future.set_exception(error)
+            del each, function, future  # until the next call nothing is kept
+
+
 class Inspector:
     """Models by name, and the fused copies that were asked for last.
 
@@ -116,8 +145,8 @@ class Inspector:
         self._rounds = rounds
         self._kept = kept
         self._fused: OrderedDict[tuple[str, Fusion], tuple[nn.Module, Plan]] = OrderedDict()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inspector")
-        self.models = self._thread.submit(self._load, models).result()
+        self._thread = _OneThread()
+        self.models = self._thread.call(partial(self._load, models))
 
     def _load(self, models: Mapping[str, nn.Module | Callable[[], nn.Module]]) -> dict[str, nn.Module]:
         loaded = {name: each if isinstance(each, nn.Module) else each() for name, each in models.items()}
@@ -130,7 +159,7 @@ class Inspector:
 
     def inspect(self, image: Image.Image, *, model: str, fusions: Sequence[Fusion], batch: int = 1) -> Inspection:
         """The unfused model and every fusion of it on one RGB image. batch: copies of the image in a timed pass."""
-        return self._thread.submit(self._inspect, image, model, fusions, batch).result()
+        return self._thread.call(partial(self._inspect, image, model, fusions, batch))
 
     def _inspect(self, image: Image.Image, model: str, fusions: Sequence[Fusion], batch: int) -> Inspection:
         with torch.inference_mode():
