@@ -54,42 +54,42 @@ def microseconds(function) -> float:
 
 
 def measure(x: Tensor, weights: Tensor, r: int) -> tuple[float, float]:
-    """us of both kernels: the distances with each token's first partner, then all rounds."""
+    """us of both kernels: the distances with each token's first partners, then all rounds."""
     from mctf.kernels.triton.clustering import partners_kernel, rounds_kernel
 
-    copies, tile = ceil_div(BATCH, len(x)), clustering.FEW_TILE
+    copies, tile = ceil_div(BATCH, len(x)), clustering.SMALL_TILE
     x = x.cuda().bfloat16().repeat(copies, 1, REPEATED_CHANNELS)[:BATCH].contiguous()
     weights = weights.cuda().repeat(copies, 1)[:BATCH].contiguous()
     batch, tokens, channels = x.shape
     n = tokens - 1
-    pitch, joining = ceil_div(n, clustering.PITCH) * clustering.PITCH, max(16, next_power_of_2(ceil_div(r, ROUNDS)))
-    norms = x.float().norm(dim=2)
+    tiles, pitch = ceil_div(n, tile.rows), ceil_div(n, clustering.PITCH) * clustering.PITCH
+    joining = max(16, next_power_of_2(ceil_div(r, ROUNDS)))
+    inverse_norms, inverse_weights = 1 / x.float().norm(dim=2), 1 / weights
     distances = x.new_empty((batch, n, pitch), dtype=torch.float16)
-    best = x.new_empty((batch, n), dtype=torch.float32)
-    partner, scratch, order = (x.new_empty((batch, size), dtype=torch.int32) for size in (n, n, tokens))
+    pairs = x.new_empty((batch, tiles, n), dtype=torch.int32)
+    scratch, order = (x.new_empty((batch, size), dtype=torch.int32) for size in (n, tokens))
     start = x.new_empty((batch, tokens - r + 1), dtype=torch.int32)
     slots = x.new_empty((batch, tokens), dtype=torch.int64)
 
     def find_partners() -> None:
-        partners_kernel[(ceil_div(n, tile.rows), batch)](
-            x, norms, weights, distances, best, partner, tokens, channels, n, pitch, 1, *x.stride()[:2],
-            ROWS=tile.rows, COLUMNS=tile.columns, CHUNK=tile.channels, PRECISION="tf32", num_warps=tile.warps,
+        partners_kernel[(tiles * (tiles + 1) // 2, batch)](
+            x, inverse_norms, inverse_weights, distances, pairs, tokens, channels, n, pitch, 1, *x.stride()[:2],
+            WIDE=False, TILE=tile.rows, TILES=tiles, CHUNK=tile.channels, PRECISION="tf32", num_warps=tile.warps,
         )  # fmt: skip
 
     find_partners()
-    overwritten = (distances, best, partner)
-    originals = [each.clone() for each in overwritten]
+    originals = [(each, each.clone()) for each in (distances, pairs)]
 
     def restore() -> None:
-        for each, original in zip(overwritten, originals, strict=True):
+        for each, original in originals:
             each.copy_(original)
 
     def run_rounds() -> None:
         restore()
         rounds_kernel[(batch,)](
-            distances, weights, best, partner, scratch, slots, order, start, tokens, n, pitch, r, ROUNDS, 1,
-            N=max(16, next_power_of_2(n)), K=joining, HOPS=joining.bit_length() - 1, ROWS=clustering.SEARCHED,
-            PROTECTED=clustering.MAX_PROTECTED, num_warps=4 if joining == 16 else 8,
+            distances, weights, pairs, scratch, slots, order, start, tokens, n, pitch, r, ROUNDS, 1,
+            WIDE=False, TILES=tiles, N=max(16, next_power_of_2(n)), K=joining, HOPS=joining.bit_length() - 1,
+            ROWS=clustering.SEARCHED, PROTECTED=clustering.MAX_PROTECTED, num_warps=4 if joining == 16 else 8,
         )  # fmt: skip
 
     return microseconds(find_partners), microseconds(run_rounds) - microseconds(restore)

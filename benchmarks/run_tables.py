@@ -46,7 +46,10 @@ TABLES = {
     "h200_deit_small_ward_every_second": ("deit_small_patch16_224 --flops 0.56 --blocks 3,5,7,9 -m ward --batch 256"),
     "h200_deit_base_ward": "deit_base_patch16_224 --flops 0.56 -m ward,mctf_exact --batch 256",
     "h200_deit_small_trimmed": "deit_small_patch16_224 -r 0 --trim-last -m ward --batch 256",
-    "h200_vit_small_1024_ward_batch4": "vit_small_patch16_224 --image-size 1024 -r 0.2 -m ward --batch 4",
+    "h200_vit_small_1024_ward_batch4": "vit_small_patch16_224 --image-size 1024 --flops 0.56 -m ward --batch 4",
+    "h200_vit_small_1024_ward_every_second_batch4": (
+        "vit_small_patch16_224 --image-size 1024 --flops 0.56 --blocks 3,5,7,9 -m ward --batch 4"
+    ),
     "h200_deit_tiny_ward_48_graphs": f"{DEIT_TINY} --flops 0.48",
     "h200_deit_tiny_ward_56_graphs": f"{DEIT_TINY} --flops 0.56",
     "h200_deit_tiny_ward_78_graphs": f"{DEIT_TINY} --flops 0.78",

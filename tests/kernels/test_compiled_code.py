@@ -141,8 +141,14 @@ ONES = torch.ones(2, 40)
 LONG = ["long_attention_kernel", "long_received_kernel"]
 BACKWARD = ["query_gradient_kernel", "key_value_gradient_kernel"]
 MANY = ["scores_kernel", "alpha_merges_kernel", "beta_partners_kernel", "slots_kernel", "members_kernel"]
-
-MANY_CLUSTERED = ["search_kernel", "join_kernel", "centers_kernel", "search_kernel", "join_kernel", "members_kernel"]
+SEARCHES = [
+    "first_search_kernel",
+    "join_kernel",
+    "centers_kernel",
+    "search_kernel",
+    "join_kernel",
+    "members_kernel",
+]
 CLUSTERING = ["partners_kernel", "rounds_kernel"]
 
 # the kernels of mctf, each once
@@ -153,7 +159,7 @@ EACH_KERNEL = {
     "matching": (matching(2, 40, bidirectional=True), ["matching_kernel"]),
     "matching of many tokens": (matching(2, 300, bidirectional=True), MANY),
     "clustering": (clustering(40), CLUSTERING),
-    "clustering of many tokens": (clustering(300), MANY_CLUSTERED),
+    "clustering of many tokens": (clustering(300), SEARCHES),
     "pooling": (pooling(train=True, weights=ONES, sizes=ONES, by_size=True, also=True), ["pooling_kernel"]),
 }
 # other flags and tiles

@@ -30,12 +30,13 @@ class DistancesTile(NamedTuple):
     warps: int
 
 
-TILE, TILE_FLOAT32 = DistancesTile(128, 128, 64, 8), DistancesTile(64, 64, 32, 4)
+# with up to 256 tokens
+SMALL_TILE, SMALL_TILE_FLOAT32 = DistancesTile(64, 64, 64, 4), DistancesTile(64, 64, 32, 4)
+# the first search among more: 4 images of 4,096 tokens and 384 channels take 123 us on an H200, 166 us with 8 warps
+TILE, TILE_FLOAT32 = DistancesTile(128, 128, 64, 4), DistancesTile(64, 64, 32, 4)
 LISTED_TILE, LISTED_TILE_FLOAT32 = DistancesTile(64, 128, 64, 4), DistancesTile(32, 64, 32, 4)  # of a few rows
-# up to 256 tokens: 256 images of 197 tokens and 384 channels take 101 us on an H200, 122 us with TILE
-FEW_TILE = LISTED_TILE
-LISTED_SPLITS = 8  # programs that share the columns of a few rows
-SEARCHED = 16  # tokens whose partner is searched again, at a time
+LISTED_SPLITS = 32  # programs that share the columns of a few rows
+SEARCHED = 8  # tokens whose partner is searched again, at a time
 
 
 def fits(tokens: int, protected: int) -> bool:
@@ -69,30 +70,32 @@ def _cluster_few(
     batch, tokens, channels = x.shape
     n = tokens - protected
     is_float32 = x.element_size() == 4
-    tile = TILE_FLOAT32 if is_float32 else FEW_TILE
+    tile = SMALL_TILE_FLOAT32 if is_float32 else SMALL_TILE
+    tiles = ceil_div(MAX_ONE_PROGRAM if is_symbolic(n) else n, tile.rows)
     pitch = ceil_div(n, PITCH) * PITCH
     # reduced precision: rounding a distance, at most 4, to float16 adds less than the tokens' own rounding
     distances = x.new_empty((batch, n, pitch), dtype=torch.float32 if is_float32 else torch.float16)
-    best = x.new_empty((batch, n), dtype=torch.float32)
-    partner, scratch = (x.new_empty((batch, n), dtype=torch.int32) for _ in range(2))
-    launchable(partners_kernel)[(ceil_div(n, tile.rows), batch)](
-        x, _row_norms(x), weights, distances, best, partner, tokens, channels, n, pitch, protected, *x.stride()[:2],
-        ROWS=tile.rows, COLUMNS=tile.columns, CHUNK=tile.channels, PRECISION="tf32x3" if is_float32 else "tf32",
-        num_warps=tile.warps,
+    pairs = x.new_empty((batch, tiles, n), dtype=torch.int64 if is_float32 else torch.int32)
+    scratch = x.new_empty((batch, n), dtype=torch.int32)
+    launchable(partners_kernel)[(tiles * (tiles + 1) // 2, batch)](
+        x, 1 / _row_norms(x).clamp_min(1e-30), 1 / weights, distances, pairs,
+        tokens, channels, n, pitch, protected, *x.stride()[:2],
+        WIDE=is_float32, TILE=tile.rows, TILES=tiles, CHUNK=tile.channels,
+        PRECISION="tf32x3" if is_float32 else "tf32", num_warps=tile.warps,
     )  # fmt: skip
     joining = MAX_JOINING if is_symbolic(r) else max(16, next_power_of_2(ceil_div(r, rounds)))
+    width = MAX_ONE_PROGRAM if is_symbolic(n) else max(16, next_power_of_2(n))
     launchable(rounds_kernel)[(batch,)](
-        distances, weights, best, partner, scratch, slots, order, start, tokens, n, pitch, r, rounds, protected,
-        N=MAX_ONE_PROGRAM if is_symbolic(n) else max(16, next_power_of_2(n)),
-        K=joining, HOPS=joining.bit_length() - 1, ROWS=SEARCHED, PROTECTED=MAX_PROTECTED,
-        num_warps=4 if joining == 16 else 8,
+        distances, weights, pairs, scratch, slots, order, start, tokens, n, pitch, r, rounds, protected,
+        WIDE=is_float32, TILES=tiles, N=width, K=joining, HOPS=joining.bit_length() - 1, ROWS=SEARCHED,
+        PROTECTED=MAX_PROTECTED, num_warps=4 if joining == 16 else 8,
     )  # fmt: skip
 
 
 def _cluster_many(
     x: Tensor, weights: Tensor, r: int, protected: int, rounds: int, slots: Tensor, order: Tensor, start: Tensor
 ) -> None:
-    from .triton.clustering_large import centers_kernel, join_kernel, search_kernel
+    from .triton.clustering_large import centers_kernel, first_search_kernel, join_kernel, search_kernel
     from .triton.matching_large import members_kernel
 
     batch, tokens, channels = x.shape
@@ -110,17 +113,23 @@ def _cluster_many(
     most = ceil_div(r, rounds)
     width = MAX_TOKENS if is_symbolic(n) else next_power_of_2(n)
     listed = MAX_TOKENS if is_symbolic(most) else max(16, next_power_of_2(most))
+    tile, listed_tile = (TILE_FLOAT32, LISTED_TILE_FLOAT32) if is_float32 else (TILE, LISTED_TILE)
+    tiles, precision = ceil_div(n, tile.rows), "tf32x3" if is_float32 else "tf32"
     done = 0
     for number in range(rounds):
         k = (r + rounds - 1 - number) // rounds  # in equal parts, the remainder in the first rounds
         first, final = number == 0, number == rounds - 1
-        tile = (TILE_FLOAT32 if is_float32 else TILE) if first else (LISTED_TILE_FLOAT32 if is_float32 else LISTED_TILE)
-        splits = 1 if first else LISTED_SPLITS
-        launchable(search_kernel)[(ceil_div(n, tile.rows), splits, batch)](
-            centers, squares, mass, pairs, rows, counts, changed, channels, n, splits,
-            FIRST=first, ROWS=tile.rows, COLUMNS=tile.columns, CHUNK=tile.channels,
-            PRECISION="tf32x3" if is_float32 else "tf32", num_warps=tile.warps,
-        )  # fmt: skip
+        if first:
+            launchable(first_search_kernel)[(tiles * (tiles + 1) // 2, batch)](
+                centers, squares, mass, pairs, channels, n,
+                WIDE=is_float32, TILE=tile.rows, CHUNK=tile.channels, PRECISION=precision, num_warps=tile.warps,
+            )  # fmt: skip
+        else:
+            launchable(search_kernel)[(ceil_div(n, listed_tile.rows), LISTED_SPLITS, batch)](
+                centers, squares, mass, pairs, rows, counts, changed, channels, n, LISTED_SPLITS,
+                WIDE=is_float32, ROWS=listed_tile.rows, COLUMNS=listed_tile.columns, CHUNK=listed_tile.channels,
+                PRECISION=precision, num_warps=listed_tile.warps,
+            )  # fmt: skip
         launchable(join_kernel)[(batch,)](
             pairs, mass, root, joined, targets, merged_tokens, rows, counts, changed, slots,
             tokens, n, k, done, r, protected,

@@ -16,17 +16,21 @@ from .launch import contiguous_channels, is_symbolic, launchable, next_power_of_
 
 
 class Tile(NamedTuple):
-    """Channels and members of a slot that a program takes at a time."""
+    """Channels and members of a slot that a program takes at a time, and its warps."""
 
     channels: int
     members: int
+    warps: int
 
 
 # With many slots, programs hide each other's latency: one program takes wide rows, one member at a time. With few, the
-# slot with most members determines the time: its rows are cut, and several members are read at once.
+# slot with most members determines the time: its rows are cut, and several members are read at once. So are those of
+# many tokens, where a slot may have hundreds.
 FEW_SLOTS = 2000  # of all images together: ten images of 197 tokens, or three of 577
-MANY_SLOTS_TILE = Tile(channels=512, members=1)
-FEW_SLOTS_TILE = Tile(channels=128, members=4)
+MANY_SLOTS_TILE = Tile(channels=512, members=1, warps=1)
+FEW_SLOTS_TILE = Tile(channels=128, members=4, warps=1)
+MANY_TOKENS = 1024
+MANY_TOKENS_TILE = Tile(channels=512, members=8, warps=4)
 SUM_CHANNELS_PER_WARP = 1024
 
 
@@ -63,7 +67,8 @@ def pool(
     y_channels = y_pointer.shape[2]
     count = start.shape[1] - 1
     few_slots = not (is_symbolic(batch) or is_symbolic(count)) and batch * count <= FEW_SLOTS
-    tile = FEW_SLOTS_TILE if few_slots else MANY_SLOTS_TILE
+    many_tokens = not is_symbolic(tokens) and tokens > MANY_TOKENS
+    tile = FEW_SLOTS_TILE if few_slots else MANY_TOKENS_TILE if many_tokens else MANY_SLOTS_TILE
     x_width, y_width = next_power_of_2(x_channels), next_power_of_2(y_channels)
     # programs that share the channels of a slot; a norm is over all of them
     parts = 1 if keep_norm else max(1, max(x_width, y_width) // tile.channels)
@@ -72,7 +77,7 @@ def pool(
         tokens, count, x_channels, y_channels, *x.stride()[:2], *y_pointer.stride()[:2],
         HAS_Y=y is not None, HAS_WEIGHTS=weights is not None, HAS_SIZES=sizes is not None, BY_SIZE=by_size,
         KEEP_NORM=keep_norm, TRAIN=train, MEMBERS=tile.members,
-        X=max(1, x_width // parts), Y=max(1, y_width // parts), num_warps=1,
+        X=max(1, x_width // parts), Y=max(1, y_width // parts), num_warps=tile.warps,
     )  # fmt: skip
     return x_out, y_out, sizes_out, masses_out
 

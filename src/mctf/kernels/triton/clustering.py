@@ -5,101 +5,156 @@ token. The second one holds an image per program and runs all rounds. A round ch
 that others joined. So it searches a token's partner again only where the old one was changed, and compares the others
 with the changed tokens alone.
 
+A cost and a partner are one number, a pair: costs are not negative, so their bits are ordered as they are. In float32 a
+pair has 64 bits. In reduced precision it has 32, and the partner replaces the last 8 bits of the cost, whose error is
+larger than that. So of equal costs the first partner is taken. Tokens are ranked likewise, by 1 / weight: each joins a
+token of lower rank, which is one of larger weight, of equal weights an earlier one.
+
 Axes: B images, N tokens, n of them unprotected, C channels, k tokens that join in a round.
 """
 
 import triton
 import triton.language as tl
 
-_PRECISION: tl.constexpr = tl.constexpr("tf32x3")  # float32 by three products on the tensor cores
-_NOBODY: tl.constexpr = tl.constexpr(1 << 20)  # above every token
+
+@triton.jit
+def pack(number, token, WIDE: tl.constexpr):
+    """A number that is not negative and a token, ordered by number, then by token. WIDE: in 64 bits, none lost."""
+    bits = number.to(tl.int32, bitcast=True)
+    if WIDE:
+        packed = (bits.to(tl.int64) << 32) | token
+    else:
+        packed = (bits & -256) | token
+    return packed
+
+
+@triton.jit
+def token_of(packed):
+    return (packed & 0xFF).to(tl.int32)
+
+
+@triton.jit
+def ward_costs(d, inverse, inverse_other):
+    """Ward's cost of two tokens, d their squared distance: d w w' / (w + w'), from 1 / w and 1 / w'."""
+    root = tl.rsqrt(inverse + inverse_other)  # a division takes several instructions more
+    return d * root * root
+
+
+@triton.jit
+def tile_on_or_above_diagonal(number):
+    """Row and column of a tile, numbered column by column."""
+    column = 0
+    while (column + 1) * (column + 2) // 2 <= number:
+        column += 1
+    return number - column * (column + 1) // 2, column
+
+
+@triton.jit
+def tile_products(
+    x, row, column, on_diagonal, n, x_n, channels,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products of TILE tokens `row` and TILE tokens `column`, the same ones on the diagonal."""
+    is_row, is_column = (row < n)[:, None], (column < n)[:, None]
+    product = tl.zeros([TILE, TILE], tl.float32)
+    if on_diagonal:
+        for start in range(0, channels, CHUNK):
+            channel = (start + tl.arange(0, CHUNK))[None, :]
+            a = tl.load(x + row[:, None] * x_n + channel, mask=is_row & (channel < channels), other=0.0)
+            product = tl.dot(a, tl.trans(a), product, input_precision=PRECISION)
+    else:
+        for start in range(0, channels, CHUNK):
+            channel = (start + tl.arange(0, CHUNK))[None, :]
+            a = tl.load(x + row[:, None] * x_n + channel, mask=is_row & (channel < channels), other=0.0)
+            b = tl.load(x + column[:, None] * x_n + channel, mask=is_column & (channel < channels), other=0.0)
+            product = tl.dot(a, tl.trans(b), product, input_precision=PRECISION)
+    return product
 
 
 @triton.jit
 def partners_kernel(
-    x, norms, weights, distances, best, partner, tokens, channels, n, pitch, protected, x_b, x_n,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    x, inverse_norms, inverse_weights, distances, pairs, tokens, channels, n, pitch, protected, x_b, x_n,
+    WIDE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """distances (B n pitch): 2 - 2 cos of all pairs. best, partner (B n): the lowest cost of each token, and with whom.
+    """distances (B n pitch): 2 - 2 cos of all pairs. pairs (B TILES n): the lowest cost in each tile, and with whom.
 
-    A token joins one of larger weight; of equal weights the earlier token counts as larger, of equal costs the first
-    partner is taken.
+    inverse_norms, inverse_weights: B N.
+    A program per tile on or above the diagonal: the distances below it are the same.
     """
     image = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = row < n
+    tile_row, tile_column = tile_on_or_above_diagonal(tl.program_id(0))
+    row = tile_row * TILE + tl.arange(0, TILE)
+    column = tile_column * TILE + tl.arange(0, TILE)
+    is_row, is_column = row < n, column < n
     x += image * x_b + protected * x_n
-    norms += image * tokens + protected
-    weights += image * tokens + protected
+    inverse_norms += image * tokens + protected
+    inverse_weights += image * tokens + protected
     distances += image * n * pitch
-    w = tl.load(weights + row, mask=is_row, other=0.0)
-    inverse = 1.0 / tl.maximum(tl.load(norms + row, mask=is_row, other=1.0), 1e-30)
-    lowest = tl.full([ROWS], float("inf"), tl.float32)
-    chosen = tl.zeros([ROWS], tl.int32)
-    for first in range(0, n, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        is_column = column < n
-        product = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, channels, CHUNK):
-            channel = start + tl.arange(0, CHUNK)
-            inside = channel[None, :] < channels
-            a = tl.load(x + row[:, None] * x_n + channel[None, :], mask=is_row[:, None] & inside, other=0.0)
-            b = tl.load(x + column[:, None] * x_n + channel[None, :], mask=is_column[:, None] & inside, other=0.0)
-            product = tl.dot(a, tl.trans(b), product, input_precision=PRECISION)
-        w_column = tl.load(weights + column, mask=is_column, other=0.0)
-        inverse_column = 1.0 / tl.maximum(tl.load(norms + column, mask=is_column, other=1.0), 1e-30)
-        squared = tl.maximum(2.0 - 2.0 * product * inverse[:, None] * inverse_column[None, :], 0.0)
-        squared = squared.to(distances.dtype.element_ty)
-        keep = is_row[:, None] & is_column[None, :]
-        tl.store(distances + row[:, None] * pitch + column[None, :], squared, mask=keep)
-        cost = join_costs(squared.to(tl.float32), w[:, None], w_column[None, :], row[:, None], column[None, :])
-        low, at = tl.min(cost, 1, return_indices=True)
-        chosen = tl.where(low < lowest, first + at, chosen)
-        lowest = tl.minimum(low, lowest)
-    tl.store(best + image * n + row, lowest, mask=is_row)
-    tl.store(partner + image * n + row, chosen, mask=is_row)
+    pairs += image * n * TILES
+    product = tile_products(x, row, column, tile_row == tile_column, n, x_n, channels, TILE, CHUNK, PRECISION)
+    inverse_norm = tl.load(inverse_norms + row, mask=is_row, other=0.0)
+    inverse_norm_column = tl.load(inverse_norms + column, mask=is_column, other=0.0)
+    squared = tl.maximum(2.0 - product * (2.0 * inverse_norm)[:, None] * inverse_norm_column[None, :], 0.0)
+    squared = squared.to(distances.dtype.element_ty)
+    # a row has room for columns beyond n: without a mask by n, a store writes several numbers
+    to_row = distances + row[:, None] * pitch + column[None, :]
+    tl.store(to_row, squared, mask=is_row[:, None] & (column < pitch)[None, :])
 
-
-@triton.jit
-def join_costs(d, mine, theirs, token, other):
-    """Ward's cost of joining `other`, d its squared distance; inf unless its weight is larger."""
-    larger = (theirs > mine) | ((theirs == mine) & (other < token))
-    joined = mine * (theirs / (mine + theirs))  # the product of large weights may overflow
-    return tl.where(larger, d * joined, float("inf"))
+    inverse = tl.load(inverse_weights + row, mask=is_row, other=float("inf"))
+    inverse_column = tl.load(inverse_weights + column, mask=is_column, other=float("inf"))
+    cost = ward_costs(squared.to(tl.float32), inverse[:, None], inverse_column[None, :])
+    joins_column = pack(inverse_column, column, WIDE)[None, :] < pack(inverse, row, WIDE)[:, None]
+    nobody = pack(tl.full([], float("inf"), tl.float32), 0xFF, WIDE)
+    own = tl.where(joins_column, pack(cost, column[None, :], WIDE), nobody)
+    tl.store(pairs + tile_column * n + row, tl.min(own, 1), mask=is_row)
+    if tile_row != tile_column:
+        to_column = distances + column[:, None] * pitch + row[None, :]
+        tl.store(to_column, tl.trans(squared), mask=is_column[:, None] & (row < pitch)[None, :])
+        own = tl.where(joins_column, nobody, pack(cost, row[:, None], WIDE))
+        tl.store(pairs + tile_row * n + column, tl.min(own, 0), mask=is_column)
 
 
 @triton.jit
 def rounds_kernel(
-    distances, weights, best, partner, scratch, slots, order, start, tokens, n, pitch, r, rounds, protected,
-    N: tl.constexpr, K: tl.constexpr, HOPS: tl.constexpr, ROWS: tl.constexpr, PROTECTED: tl.constexpr,
+    distances, weights, pairs, scratch, slots, order, start, tokens, n, pitch, r, rounds, protected,
+    WIDE: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HOPS: tl.constexpr, ROWS: tl.constexpr,
+    PROTECTED: tl.constexpr,
 ):  # fmt: skip
     """slots (B N); order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`.
 
     The tokens that stay have slots in their old order, the others the slot of the token that they joined.
-    distances (B n pitch), best and partner (B n): of `partners_kernel`, overwritten. scratch: B n.
+    distances (B n pitch) and pairs (B TILES n): of `partners_kernel`, overwritten. scratch: B n.
     N, K: powers of two, at least n and the tokens that join in one round.
     """
     image = tl.program_id(0).to(tl.int64)
     distances += image * n * pitch
-    best += image * n
-    partner += image * n
+    pairs += image * n * TILES
     scratch += image * n
     token = tl.arange(0, N)
     valid = token < n
     member = tl.arange(0, K)
+    nobody = pack(tl.full([], float("inf"), tl.float32), 0xFF, WIDE)
+    taken = nobody + 0xFFFF  # above every key
     w = tl.load(weights + image * tokens + protected + token, mask=valid, other=0.0)
-    cost = tl.load(best + token, mask=valid, other=float("inf"))
-    mate = tl.load(partner + token, mask=valid, other=0)
+    pair = tl.load(pairs + token, mask=valid, other=nobody)
+    for tile in tl.static_range(1, TILES):
+        pair = tl.minimum(pair, tl.load(pairs + tile * n + token, mask=valid, other=nobody))
     root = token
     for number in range(rounds):
         k = (r + rounds - 1 - number) // rounds  # r in equal parts, the remainder in the first rounds
 
-        # 1. the k cheapest tokens: costs, which are not negative, are ordered as their bits are
-        key = (cost.to(tl.int32, bitcast=True).to(tl.int64) << 32) + token
-        ordered = tl.sort(key)
-        joins = (key <= tl.sum(tl.where(token == k - 1, ordered, 0), 0)) & (k > 0)
+        # 1. the k cheapest tokens
+        alive = w > 0.0
+        key = tl.where(alive, (pair & -256) | token, taken)
+        j = tl.zeros([K], tl.int32)
+        for each in range(k):
+            cheapest = token_of(tl.min(key, 0))
+            j = tl.where(member == each, cheapest, j)
+            key = tl.where(token == cheapest, taken, key)
+        joins = alive & (key == taken)
 
         # 2. a partner may join another: the last of the chain is where its members end
+        mate = token_of(pair) & (N - 1)
         parent = tl.where(joins, mate, token)
         for _ in tl.static_range(HOPS):
             parent = tl.gather(parent, parent, 0)
@@ -108,66 +163,72 @@ def rounds_kernel(
         if number + 1 < rounds:
             # 3. weights
             is_member = member < k
-            j = tl.gather((ordered & 0xFFFF).to(tl.int32), member, 0)
             target = tl.gather(parent, j, 0)
             w_j = tl.where(is_member, tl.gather(w, j, 0), 0.0)
-            w_t = tl.where(is_member, tl.gather(w, target, 0), 0.0)
-            same = (target[:, None] == target[None, :]) & is_member[None, :] & is_member[:, None]
-            total = tl.where(is_member, w_t + tl.sum(tl.where(same, w_j[None, :], 0.0), 1), 1.0)
-            hit = (token[None, :] == target[:, None]) & is_member[:, None]
-            w_changed = tl.max(tl.where(hit, total[:, None], 0.0), 0)
-            changed = w_changed > 0.0
-            w = tl.where(joins, 0.0, tl.where(changed, w_changed, w))
+            w_t = tl.gather(w, target, 0)
+            is_target = (token[None, :] == target[:, None]) & is_member[:, None]
+            added = tl.sum(tl.where(is_target, w_j[:, None], 0.0), 0)
+            changed = added > 0.0
+            w = tl.where(joins, 0.0, w + added)
+            total = tl.gather(w, target, 0)
+            share_j, share_t = w_j / total, w_t / total
+            same = (target[:, None] == target[None, :]) & is_member[None, :]
+            mix = tl.where(same, share_j[None, :], 0.0)
 
             # 4. distances of the tokens that others joined: means over members, less half of the means within
-            share_j, share_t = w_j / total, w_t / total
-            mix = tl.where(same, share_j[None, :], 0.0)
             from_j, from_t = distances + j[:, None] * pitch, distances + target[:, None] * pitch
+            inside = is_member[:, None] & (token < pitch)[None, :]
+            d_j = tl.load(from_j + token[None, :], mask=inside, other=0.0)
+            d_t = tl.load(from_t + token[None, :], mask=inside, other=0.0)
             at_j = share_t[:, None] * _load(from_t + j[None, :]) + _dot(mix, _load(from_j + j[None, :]))
             at_t = share_t[:, None] * _load(from_t + target[None, :]) + _dot(mix, _load(from_j + target[None, :]))
             among = share_t[None, :] * at_t + _dot(at_j, tl.trans(mix))
             own = tl.sum(tl.where(member[:, None] == member[None, :], among, 0.0), 1)
-            keep = is_member[:, None] & valid[None, :]
-            d_j = tl.load(from_j + token[None, :], mask=keep, other=0.0).to(tl.float32)
-            d_t = tl.load(from_t + token[None, :], mask=keep, other=0.0).to(tl.float32)
-            rows = tl.maximum(share_t[:, None] * d_t + _dot(mix, d_j) - 0.5 * own[:, None], 0.0)
-            rows = rows.to(distances.dtype.element_ty)
+            rows = share_t[:, None] * d_t.to(tl.float32) + _dot(mix.to(d_j.dtype), d_j) - 0.5 * own[:, None]
+            rows = tl.maximum(rows, 0.0).to(d_j.dtype)
+            between = tl.maximum(among - 0.5 * own[:, None] - 0.5 * own[None, :], 0.0).to(d_j.dtype)
             tl.debug_barrier()  # all threads have loaded
-            tl.store(from_t + token[None, :], rows, mask=keep)
-            tl.store(distances + token[None, :] * pitch + target[:, None], rows, mask=keep)
+            tl.store(from_t + token[None, :], rows, mask=inside)
+            fixed = is_member[:, None] & ((w > 0.0) & (changed == 0))[None, :]
+            tl.store(distances + token[None, :] * pitch + target[:, None], rows, mask=fixed)
             tl.debug_barrier()
-            between = tl.maximum(among - 0.5 * own[:, None] - 0.5 * own[None, :], 0.0)
-            both = is_member[:, None] & is_member[None, :]
-            tl.store(from_t + target[None, :], between.to(distances.dtype.element_ty), mask=both)
+            tl.store(from_t + target[None, :], between, mask=is_member[:, None] & is_member[None, :])
 
-            # 5. partners: of the changed tokens, or the old one; searched again where the old one was changed
-            offered = join_costs(rows.to(tl.float32), w[None, :], total[:, None], token[None, :], target[:, None])
-            offered = tl.where(keep, offered, float("inf"))
-            low = tl.min(offered, 0)
-            at = tl.min(tl.where(offered == low[None, :], target[:, None], _NOBODY), 0)
-            touched = (joins | changed).to(tl.int32)
-            stale = (w > 0.0) & (changed | (tl.gather(touched, mate, 0) > 0))
-            better = (low < cost) | ((low == cost) & (at < mate))
-            mate = tl.where(better & ~stale, at, mate)
-            cost = tl.where(better, low, cost)
+            # 5. partners: of the tokens that others joined, and of the others among these
+            inverse, inverse_t = 1.0 / w, 1.0 / total
+            rank, rank_t = pack(inverse, token, WIDE), pack(inverse_t, target, WIDE)
+            cost = ward_costs(rows.to(tl.float32), inverse_t[:, None], inverse[None, :])
+            is_larger = rank[None, :] < rank_t[:, None]
+            lowest = tl.min(tl.where(fixed & is_larger, pack(cost, token[None, :], WIDE), nobody), 1)
+            cost_between = ward_costs(between.to(tl.float32), inverse_t[:, None], inverse_t[None, :])
+            is_larger_target = (rank_t[None, :] < rank_t[:, None]) & is_member[None, :]
+            between_pairs = tl.where(is_larger_target, pack(cost_between, target[None, :], WIDE), nobody)
+            lowest = tl.minimum(lowest, tl.min(between_pairs, 1))
+            offered = tl.where(fixed & (is_larger == 0), pack(cost, target[:, None], WIDE), nobody)
+            offered = tl.min(tl.where(is_target, lowest[:, None], offered), 0)
+
+            # 6. the others whose partner was changed search again, among the unchanged tokens
+            touched = tl.gather((joins | changed).to(tl.int32), mate, 0) > 0
+            stale = (w > 0.0) & (changed == 0) & touched
+            pair = tl.where(changed | stale, offered, tl.minimum(pair, offered))
             count = tl.sum(stale.to(tl.int32), 0)
-            tl.store(scratch + tl.cumsum(stale.to(tl.int32), 0) - 1, token, mask=stale)
+            if count > 0:
+                tl.store(scratch + tl.cumsum(stale.to(tl.int32), 0) - 1, token, mask=stale)
+                unchanged = tl.where(changed, taken, rank)
+                tl.debug_barrier()
+                for first in range(0, count, ROWS):
+                    line = first + tl.arange(0, ROWS)
+                    is_line = line < count
+                    row = tl.load(scratch + line, mask=is_line, other=0)
+                    inside_row = is_line[:, None] & (token < pitch)[None, :]
+                    d = tl.load(distances + row[:, None] * pitch + token[None, :], mask=inside_row, other=0.0)
+                    costs = ward_costs(d.to(tl.float32), tl.gather(inverse, row, 0)[:, None], inverse[None, :])
+                    may_join = unchanged[None, :] < tl.gather(rank, row, 0)[:, None]
+                    found = tl.where(may_join, pack(costs, token[None, :], WIDE), nobody)
+                    tl.store(pairs + row, tl.min(found, 1), mask=is_line)
+                tl.debug_barrier()
+                pair = tl.minimum(pair, tl.load(pairs + token, mask=stale, other=nobody))
             tl.debug_barrier()
-            for first in range(0, count, ROWS):
-                line = first + tl.arange(0, ROWS)
-                is_line = line < count
-                row = tl.load(scratch + line, mask=is_line, other=0)
-                w_row = tl.gather(w, row, 0)
-                d = _load_masked(distances + row[:, None] * pitch + token[None, :], is_line[:, None] & valid[None, :])
-                each = join_costs(d, w_row[:, None], w[None, :], row[:, None], token[None, :])
-                low_of_row, at_of_row = tl.min(each, 1, return_indices=True)
-                tl.store(best + row, low_of_row, mask=is_line)
-                tl.store(partner + row, at_of_row, mask=is_line)
-            tl.debug_barrier()
-            cost = tl.where(stale, tl.load(best + token, mask=stale, other=0.0), cost)
-            mate = tl.where(stale, tl.load(partner + token, mask=stale, other=0), mate)
-            cost = tl.where(w > 0.0, cost, float("inf"))
-            mate = tl.where(w > 0.0, mate, token)
 
     kept = valid & (root == token)
     slot = protected + tl.gather(tl.cumsum(kept.to(tl.int32), 0) - 1, root, 0)
@@ -192,10 +253,6 @@ def _load(pointers):
 
 
 @triton.jit
-def _load_masked(pointers, mask):
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _dot(a, b):
-    return tl.dot(a, b, input_precision=_PRECISION)
+    """Of float32 matrices by three products on the tensor cores."""
+    return tl.dot(a, b, input_precision="tf32x3")

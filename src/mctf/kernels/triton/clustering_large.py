@@ -5,8 +5,8 @@ for the cheapest partners, a program per image that lets the cheapest tokens joi
 second round on, few rows are searched: tokens that others joined, and those whose partner was changed. The tokens that
 others joined also offer themselves to all the others.
 
-Costs are not negative, so their bits are ordered as they are: a cost and a partner are packed in one int64, and the
-lowest of many programs is an atomic minimum, which depends on no order.
+Within a tile, pairs of a cost and a partner are those of `clustering.py`. The lowest of many programs is an atomic
+minimum of pairs with 64 bits, which depends on no order.
 
 Axes: B images, n unprotected tokens, C channels, k tokens that join in a round.
 """
@@ -14,30 +14,74 @@ Axes: B images, n unprotected tokens, C channels, k tokens that join in a round.
 import triton
 import triton.language as tl
 
-from .clustering import join_costs
+from .clustering import pack, tile_on_or_above_diagonal, tile_products, token_of, ward_costs
 
-_NOBODY: tl.constexpr = tl.constexpr(1 << 20)  # above every token
 _INF_BITS: tl.constexpr = tl.constexpr(0x7F800000)  # of float32's inf
 
 
 @triton.jit
-def _pack(cost, token):
-    """A cost and a token in one number, ordered by cost, then by token."""
-    return (cost.to(tl.int32, bitcast=True).to(tl.int64) << 32) + token
+def _is_larger(inverse, token, inverse_other, other):
+    """Whether `other` has the larger weight, both given as 1 / weight; of equal weights the earlier is larger."""
+    return (inverse_other < inverse) | ((inverse_other == inverse) & (other < token))
+
+
+@triton.jit
+def _keep_lowest(pairs, token, pair, partner, mask, WIDE: tl.constexpr):
+    """Lower pairs (B n) of tokens to those of a tile, with the partner's number in place of that in the tile."""
+    if WIDE:
+        cost = pair >> 32
+    else:
+        cost = (pair & -256).to(tl.int64)
+    tl.atomic_min(pairs + token, (cost << 32) | partner, mask=mask & (cost < _INF_BITS), sem="relaxed")
+
+
+@triton.jit
+def first_search_kernel(
+    centers, squares, mass, pairs, channels, n,
+    WIDE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """pairs (B n): the lowest cost of joining a token of larger weight, and that token.
+
+    A program per tile on or above the diagonal searches for its rows and for its columns.
+    """
+    image = tl.program_id(1).to(tl.int64)
+    tile_row, tile_column = tile_on_or_above_diagonal(tl.program_id(0))
+    line = tl.arange(0, TILE)
+    row, column = tile_row * TILE + line, tile_column * TILE + line
+    is_row, is_column = row < n, column < n
+    centers += image * n * channels
+    squares += image * n
+    mass += image * n
+    pairs += image * n
+    on_diagonal = tile_row == tile_column
+    product = tile_products(centers, row, column, on_diagonal, n, channels, channels, TILE, CHUNK, PRECISION)
+    square = tl.load(squares + row, mask=is_row, other=0.0)
+    square_column = tl.load(squares + column, mask=is_column, other=0.0)
+    d = tl.maximum(square[:, None] + square_column[None, :] - 2.0 * product, 0.0)
+    inverse = 1.0 / tl.load(mass + row, mask=is_row, other=0.0)
+    inverse_column = 1.0 / tl.load(mass + column, mask=is_column, other=0.0)
+    cost = ward_costs(d, inverse[:, None], inverse_column[None, :])
+    joins_column = _is_larger(inverse[:, None], row[:, None], inverse_column[None, :], column[None, :])
+    nobody = pack(tl.full([], float("inf"), tl.float32), 0xFF, WIDE)
+    own = tl.min(tl.where(joins_column, pack(cost, line[None, :], WIDE), nobody), 1)
+    _keep_lowest(pairs, row, own, tile_column * TILE + token_of(own), is_row, WIDE)
+    if on_diagonal == 0:
+        own = tl.min(tl.where(joins_column, nobody, pack(cost, line[:, None], WIDE)), 0)
+        _keep_lowest(pairs, column, own, tile_row * TILE + token_of(own), is_column, WIDE)
 
 
 @triton.jit
 def search_kernel(
     centers, squares, mass, pairs, rows, counts, changed, channels, n, splits,
-    FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """pairs (B n): the lowest cost of joining a token of larger weight, and that token, of the listed rows.
 
-    rows (B n): the first counts (B) are searched; all in the FIRST round. Where changed (B n) is 1, a token is offered
-    to the others, too. Programs of axis 1 share the columns.
+    rows (B n): the first counts (B) are searched. Where changed (B n) is 1, a token is offered to the others, too.
+    Programs of axis 1 share the columns.
     """
     image = tl.program_id(2).to(tl.int64)
-    count = n if FIRST else tl.load(counts + image)
+    count = tl.load(counts + image)
     first_line = tl.program_id(0) * ROWS
     if first_line >= count:
         return
@@ -45,43 +89,37 @@ def search_kernel(
     squares += image * n
     mass += image * n
     pairs += image * n
-    line = first_line + tl.arange(0, ROWS)
-    is_line = line < count
-    row = line
-    offers = is_line
-    if not FIRST:
-        row = tl.load(rows + image * n + line, mask=is_line, other=0)
-        offers = tl.load(changed + image * n + row, mask=is_line, other=0) > 0
-    w = tl.load(mass + row, mask=is_line, other=0.0)
+    rows += image * n + first_line
+    line = tl.arange(0, ROWS)
+    is_line = first_line + line < count
+    row = tl.load(rows + line, mask=is_line, other=0)
+    offers = tl.load(changed + image * n + row, mask=is_line, other=0) > 0
+    inverse = 1.0 / tl.load(mass + row, mask=is_line, other=0.0)
     square = tl.load(squares + row, mask=is_line, other=0.0)
-    lowest = tl.full([ROWS], float("inf"), tl.float32)
-    chosen = tl.zeros([ROWS], tl.int32)
+    nobody = pack(tl.full([], float("inf"), tl.float32), 0xFF, WIDE)
     for first in range(tl.program_id(1) * COLUMNS, n, COLUMNS * splits):
-        column = first + tl.arange(0, COLUMNS)
+        place = tl.arange(0, COLUMNS)
+        column = first + place
         is_column = column < n
         product = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in range(0, channels, CHUNK):
-            channel = start + tl.arange(0, CHUNK)
-            inside = channel[None, :] < channels
-            a = tl.load(centers + row[:, None] * channels + channel[None, :], mask=is_line[:, None] & inside, other=0.0)
-            b = tl.load(
-                centers + column[:, None] * channels + channel[None, :], mask=is_column[:, None] & inside, other=0.0
-            )
+            channel = (start + tl.arange(0, CHUNK))[None, :]
+            inside = channel < channels
+            a = tl.load(centers + row[:, None] * channels + channel, mask=is_line[:, None] & inside, other=0.0)
+            b = tl.load(centers + column[:, None] * channels + channel, mask=is_column[:, None] & inside, other=0.0)
             product = tl.dot(a, tl.trans(b), product, input_precision=PRECISION)
-        w_column = tl.load(mass + column, mask=is_column, other=0.0)
+        inverse_column = 1.0 / tl.load(mass + column, mask=is_column, other=0.0)
         square_column = tl.load(squares + column, mask=is_column, other=0.0)
         d = tl.maximum(square[:, None] + square_column[None, :] - 2.0 * product, 0.0)
-        cost = join_costs(d, w[:, None], w_column[None, :], row[:, None], column[None, :])
-        low, at = tl.min(cost, 1, return_indices=True)
-        chosen = tl.where(low < lowest, first + at, chosen)
-        lowest = tl.minimum(low, lowest)
-        if not FIRST:
-            offered = join_costs(d, w_column[None, :], w[:, None], column[None, :], row[:, None])
-            offered = tl.where(offers[:, None] & (w_column > 0.0)[None, :], offered, float("inf"))
-            low = tl.min(offered, 0)
-            by = tl.min(tl.where(offered == low[None, :], row[:, None], _NOBODY), 0)
-            tl.atomic_min(pairs + column, _pack(low, by), mask=is_column & (low < float("inf")), sem="relaxed")
-    tl.atomic_min(pairs + row, _pack(lowest, chosen), mask=is_line & (lowest < float("inf")), sem="relaxed")
+        cost = ward_costs(d, inverse[:, None], inverse_column[None, :])
+        joins_column = _is_larger(inverse[:, None], row[:, None], inverse_column[None, :], column[None, :])
+        own = tl.min(tl.where(joins_column, pack(cost, place[None, :], WIDE), nobody), 1)
+        _keep_lowest(pairs, row, own, first + token_of(own), is_line, WIDE)
+        is_other = (row[:, None] != column[None, :]) & (inverse_column < float("inf"))[None, :]
+        may_join = offers[:, None] & (joins_column == 0) & is_other
+        own = tl.min(tl.where(may_join, pack(cost, line[:, None], WIDE), nobody), 0)
+        by = tl.load(rows + token_of(own), mask=first_line + token_of(own) < count, other=0)
+        _keep_lowest(pairs, column, own, by, is_column, WIDE)
 
 
 @triton.jit
