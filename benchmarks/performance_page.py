@@ -17,7 +17,9 @@ BEGIN, END = "<!-- begin: benchmarks/performance_page.py -->", "<!-- end -->"
 COLUMNS = {
     "baseline": "baseline",
     "baseline_matmul": "baseline, matmul",
+    "baseline, fp8": "baseline, fp8",
     "ward": "`ward`",
+    "ward, fp8": "`ward`, fp8",
     "mctf": "`mctf`",
     "mctf_exact": "`mctf_exact`",
     "tome": "`tome`",
@@ -46,12 +48,18 @@ def read_tables(folder: Path) -> list[dict[str, Any]]:
                 "graph": facts["compiled"] == "reduce-overhead",
                 "rounds": facts["rounds"],
                 "trimmed": "trimmed last block" in table["title"],
-                "rows": {ALIASES.get(row["name"], row["name"]): row for row in table["rows"]},
+                "rows": {contender(row): row for row in table["rows"]},
             }
         )
     return sorted(
         tables, key=lambda each: (each["pass"], int(each["size"]), each["model"], each["amount"], -int(each["batch"]))
     )
+
+
+def contender(row: dict[str, Any]) -> str:
+    """Name of a row, with its precision where it is quantized."""
+    name, precision = ALIASES.get(row["name"], row["name"]), row.get("precision")
+    return f"{name}, {precision}" if precision else name
 
 
 def label(table: dict[str, Any]) -> str:
@@ -67,7 +75,7 @@ def cell(row: dict[str, Any] | None) -> str:
     """Milliseconds, then speed-ups over the baseline and over `baseline_matmul`, and the spread where it is large."""
     if row is None:
         return ""
-    name = ALIASES.get(row["name"], row["name"])
+    name = contender(row)
     keys = {"baseline": (), "baseline_matmul": ("speedup",)}.get(name, ("speedup", "speedup_over_matmul"))
     remarks = [f"{row[key]:.2f}x" for key in keys if row.get(key)]
     remarks += [f"spread {row['spread']:.0%}"] * (row["spread"] > NOISY)
@@ -160,7 +168,7 @@ def draw_plot(tables: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    marks = {"ward": "D", "mctf_exact": "o", "mctf": "s", "tome": "^", "free_drop": "|"}
+    marks = {"ward": "D", "ward, fp8": "*", "mctf_exact": "o", "mctf": "s", "tome": "^", "free_drop": "|"}
     with rc_context({"svg.hashsalt": "mctf", "svg.fonttype": "none"}):
         figure = Figure(figsize=(8, 0.3 * len(tables) + 1), layout="constrained")
         axes = figure.subplots()

@@ -23,7 +23,8 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 PATH = re.compile(r"`((?:src|tests|docs|benchmarks|examples|recipes)/[\w./-]+)`")
 MAKE = re.compile(r"(?:^|`|\s{4}|run: )make ((?:[a-z-]+ ?)+)", re.MULTILINE)
 FUNCTION = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
-TITLE = runpy.run_path(str(ROOT / "benchmarks/performance_page.py"))["TITLE"]
+PERFORMANCE_PAGE = runpy.run_path(str(ROOT / "benchmarks/performance_page.py"))
+TITLE = PERFORMANCE_PAGE["TITLE"]
 TEST = re.compile(r"`([\w/]+\.py)(?:::(\w+))?`")
 
 
@@ -121,7 +122,8 @@ RESULTS = ROOT / "benchmarks/results"
 README_TABLE = (  # result file, and the contender of the row
     ("h200_deit_small_ward.json", "ward"),
     ("h200_deit_base_ward.json", "ward"),
-    ("h200_vit_large_r8.json", "mctf_exact"),
+    ("h200_vit_large_fp8.json", "ward"),
+    ("h200_vit_large_fp8.json", "ward, fp8"),
     ("h200_deit_base_384_fast_batch64.json", "mctf_exact"),
     ("cpu2_deit_small_ward.json", "ward"),
 )
@@ -137,7 +139,7 @@ def readme_row(facts: dict[str, Any], contender: str) -> str:
     """The row of the README's table of speeds, from a file of `mctf bench`."""
     (table,) = facts["tables"]
     setting = TITLE.match(table["title"]).groupdict()
-    rows = {{"plain": "baseline"}.get(row["name"], row["name"]): row for row in table["rows"]}
+    rows = {PERFORMANCE_PAGE["contender"](row): row for row in table["rows"]}
     (gpu,) = re.findall(r"NVIDIA (\w+)", facts["device"]) or (None,)
     device = f"{gpu}, bfloat16, compiled" if gpu else f"{cores(facts)}, float32"
     assert (facts["dtype"], facts["compiled"]) == (("bfloat16", "default") if gpu else ("float32", None))
@@ -152,7 +154,8 @@ def readme_row(facts: dict[str, Any], contender: str) -> str:
         else f"r={amount}"
     )
     speeds = [images_per_second(rows[name]["images_per_second"]) for name in ("baseline", contender)]
-    what = f"{model}{size}, {setting['batch']} | `{contender}`, {how}"
+    method, _, precision = contender.partition(", ")
+    what = f"{model}{size}, {setting['batch']} | `{method}`, {how}{precision and f', {precision}'}"
     return f"| {device} | {what} | {' | '.join(speeds)} | {rows[contender]['speedup']:.2f}\u00d7 |"
 
 
@@ -300,7 +303,7 @@ def test_the_package_is_installed_from_a_clone(document: Path) -> None:
 
 
 def test_the_table_over_formats_is_that_of_the_result_files() -> None:
-    script = runpy.run_path(str(ROOT / "benchmarks/performance_page.py"))
+    script = PERFORMANCE_PAGE
     text = (ROOT / "docs/deploy.md").read_text()
     runs = script["read_formats"](ROOT / "benchmarks/results")
     assert script["make_deploy_page"](text, runs) == text, "run make docs"
@@ -328,7 +331,7 @@ def test_the_table_over_formats_is_that_of_the_result_files() -> None:
 
 
 def test_the_performance_table_is_that_of_the_result_files() -> None:
-    script = runpy.run_path(str(ROOT / "benchmarks/performance_page.py"))
+    script = PERFORMANCE_PAGE
     text = (ROOT / "docs/performance.md").read_text()
     tables = script["read_tables"](ROOT / "benchmarks/results")
     assert script["make_page"](text, tables) == text, "run make docs"
