@@ -102,6 +102,13 @@ def sum_slots(x: Tensor, split: SlotSplit) -> Tensor:
     return first + into.to(x.dtype) @ others
 
 
+def _where_above(x: Tensor, threshold: float) -> Tensor:
+    """x where it is above the threshold, 0 elsewhere."""
+    if for_onnx():  # one node; a choice by a condition takes as long as six sums
+        return torch.onnx.ops.symbolic("ThresholdedRelu", (x,), {"alpha": threshold}, dtype=x.dtype, shape=x.shape)
+    return F.threshold(x, threshold, 0.0)
+
+
 def cluster(
     unit: Tensor, mass: Tensor, joining_per_round: Sequence[int], *, protected: int, many_ties: bool
 ) -> tuple[Tensor, SlotSplit]:
@@ -111,47 +118,56 @@ def cluster(
     As `core.clustering.cluster`, by matrix products: with T the targets of the joining tokens (k n, one-hot), J those
     tokens and p their shares in their clusters, distances change by matrices of rank k,
 
-        L = p (J - T),    V = L D + (L D LT) T / 2,    D' = D + TT V + VT T, less half the spread of each cluster
+        L = p (T - J),    V = L D - (L D LT) T / 2,    D' = D - TT V - VT T, less half the spread of each cluster
+
+    The cost of a pair is its distance times w / (1 + w / w'); the first w follows once the row is searched.
     """
-    n, inf = mass.shape[1], float("inf")
+    n, eps = mass.shape[1], torch.finfo(mass.dtype).eps
+    limit = torch.finfo(torch.float32).max / 2
     index = torch.arange(n, device=mass.device)
     earlier = index < index[:, None]
     mass = mass[:, :, None]  # B n 1, as all vectors below
-    if not many_ties:  # of equal ones the earlier counts as the larger: one step of rounding orders them for all rounds
+    if not many_ties:  # of equal ones the earlier counts as the larger: steps of rounding order them for all rounds
         twins = ((mass.transpose(1, 2) == mass) & earlier).to(mass.dtype).sum(dim=2, keepdim=True)
-        mass = mass - mass * twins * (2 * torch.finfo(mass.dtype).eps)
-    distances = F.relu(1 - unit @ unit.transpose(1, 2))  # half the squared ones: in the same order
+        mass = mass - mass * twins * (8 * eps)
+    distances = F.relu(0.25 - 0.25 * (unit @ unit.transpose(1, 2)))  # an eighth of the squared ones: in the same order
     itself = torch.where(mass > 0, index[:, None], 0)  # B n 1, without a shape to work out
-    roots: list[Tensor] = []
     joined: list[Tensor] = []
+    targets: list[Tensor] = []
     for k in joining_per_round:
-        mine = mass.reciprocal()  # infinite for tokens that joined: nothing joins them
-        other = mine.transpose(1, 2)
-        larger = (other < mine) | ((other == mine) & earlier) if many_ties else other < mine
-        costs = torch.where(larger, distances / (mine + other), inf)
-        best = costs.amin(dim=2, keepdim=True)
-        if joined:
-            best = torch.where(mass > 0, best, inf)
+        inverse = mass.reciprocal()  # infinite for tokens that joined: nothing joins them
+        ratios = mass * inverse.transpose(1, 2).clamp_max(limit)
+        costs = distances / (1 + ratios)  # below 1; times the mass of the row
+        if many_ties:
+            costs = torch.where((ratios < 1) | ((ratios == 1) & earlier), costs, 1.0)
+        else:
+            costs = costs + _where_above(ratios, 1 - 2 * eps)
+        best = costs.amin(dim=2, keepdim=True) * mass
+        if joined:  # not those that joined
+            best = best + F.relu(inverse - limit)
         joining = best.topk(k, dim=1, largest=False).indices  # B k 1
         partner = gather_rows(costs, joining).argmin(dim=2, keepdim=True)  # of few tokens: a search is slow
         parent = itself.scatter(1, joining, partner)
         for _ in range((k - 1).bit_length()):  # a partner may join another: chains of at most k tokens
             parent = parent.gather(1, parent)
-        roots.append(parent.gather(1, roots[-1]) if roots else parent)
+        target = parent.gather(1, joining)
         joined.append(joining)
+        targets.append(target)
         if len(joined) == len(joining_per_round):
             break
-        target = parent.gather(1, joining)
         into, merged = (target == index).to(mass.dtype), (joining == index).to(mass.dtype)  # B k n
-        added = mass.gather(1, joining)
-        total = mass + into.transpose(1, 2) @ added
-        left = (merged - into) * (added / total.gather(1, target))
-        mass = torch.where(parent == index[:, None], total, 0)
+        added, moves = mass.gather(1, joining), into - merged
+        mass = mass + moves.transpose(1, 2) @ added  # exactly 0 for tokens that joined
+        left = moves * (added / mass.gather(1, target))
         moved = left @ distances
-        moved = moved + (moved @ left.transpose(1, 2)) @ (into / 2)
+        moved = moved - (moved @ left.transpose(1, 2)) @ (into / 2)
         moved = moved - (into * moved).sum(dim=2, keepdim=True)
-        distances = distances + torch.cat([into, moved], 1).transpose(1, 2) @ torch.cat([moved, into], 1)
-    root, others = roots[-1][:, :, 0], torch.cat(joined, dim=1)[:, :, 0]
+        distances = distances - torch.cat([into, moved], 1).transpose(1, 2) @ torch.cat([moved, into], 1)
+    joining = torch.cat(joined, dim=1)
+    root = itself.scatter(1, joining, torch.cat(targets, dim=1))
+    for _ in range((len(joined) - 1).bit_length()):  # a target may join another in a later round
+        root = root.gather(1, root)
+    root, others = root[:, :, 0], joining[:, :, 0]
     stays = root == index
     kept = torch.where(stays, n - index, 0).topk(n - others.shape[1], dim=1).indices
     slots = stays.cumsum(1).gather(1, root.gather(1, others)) + (protected - 1)
