@@ -16,6 +16,7 @@ ONE_PROGRAM = [
     (18, 1, 5, 1),
     (18, 1, 8, 8),
     (90, 1, 40, 2),
+    (256, 0, 40, 4),
 ]
 MANY_PROGRAMS = [(290, 1, 50, 4), (259, 2, 8, 1), (261, 0, 120, 2), (300, 1, 3, 4), (90, 1, 40, 1)]
 
@@ -45,7 +46,7 @@ def test_clusters_are_those_of_the_plain_version(device, count: int, protected: 
     assert torch.equal(weights, before)
 
 
-@pytest.mark.parametrize("count", [33, 280])
+@pytest.mark.parametrize("count", [33, 257, 280])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_reduced_precision(device, dtype: torch.dtype, count: int) -> None:
     if dtype == torch.bfloat16 and str(device) == "cpu":

@@ -40,11 +40,12 @@ def set_threads(count: int | None) -> None:
 
 
 def describe_device(device: torch.device) -> str:
-    """The device for a report: the GPU's model, or the processor's architecture and the number of threads."""
+    """The device for a report: the GPU's model, or the processor's architecture, vector instructions and threads."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type == "cpu":
-        return f"cpu ({platform.machine()}, {plural(torch.get_num_threads(), 'thread')})"
+        threads = plural(torch.get_num_threads(), "thread")
+        return f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads})"
     return str(device)
 
 
