@@ -211,7 +211,7 @@ def test_the_row_of_another_measurement_is_another(tmp_path: Path) -> None:
     }
     rows = [unfused, unfused | {"method": "ward", "images_per_second": 34.0, "speedup": 1.7}]
     tables = [{"title": "deit_small_patch16_224, batch 8, cpu", "rows": rows}]
-    measured = {"command": "mctf bench --flops 0.56", "device": "cpu (x86_64, 2 threads)", "tables": tables}
+    measured = {"command": "mctf bench --flops 0.56", "device": "cpu (x86_64, AVX512, 2 threads)", "tables": tables}
     (tmp_path / "cpu2_formats_deit_small.json").write_text(json.dumps(measured))
     row = onnx_row(tmp_path)
     assert row.startswith("| two CPU cores, ONNX Runtime | DeiT-S, 8 | `ward`, 56 % of the FLOPs |")
@@ -317,7 +317,7 @@ def test_the_table_over_formats_is_that_of_the_result_files() -> None:
     rows = [row("unfused", "torch", "fp32", 40, 1), row("ward, flops=0.56", "torch", "fp32", 25, 1.6)]
     rows += [row("unfused", "onnx", "fp32", 30, 1), row("unfused", "onnx", "int8", 20, 1.5)]
     table = {"title": "deit_small_patch16_224, batch 8, cpu", "rows": rows, "notes": ["ward, onnx is left out: why"]}
-    run = {"device": "cpu (x86_64, 2 threads)", "rounds": 9, "command": "mctf bench deit", "tables": [table]}
+    run = {"device": "cpu (x86_64, AVX512, 2 threads)", "rounds": 9, "command": "mctf bench deit", "tables": [table]}
     page = script["make_deploy_page"](text, [run])
     for line in (
         "| | torch | onnx |",

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -80,7 +79,6 @@ def test_models_are_loaded_and_run_in_one_thread(image) -> None:
 @pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_a_model_that_loads() -> None:
     program = """
-import time
 import torch
 from mctf.viz.inspection import Inspector
 
