@@ -112,13 +112,14 @@ def run_all(folder: Path, names: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.time() + PATIENCE
     running: dict[str, subprocess.Popen] = {}
+    received: list[int] = []  # a signal only adds its number: an exception could lose a table that was just started
     for number in STOPS:
-        signal.signal(number, _stop)
+        signal.signal(number, lambda number, _: received.append(number))
     with tempfile.TemporaryDirectory() as gate:
         try:
             for name in names:
                 running[name] = start(name, folder, Path(gate))
-            return _watch(running, Path(gate), deadline)
+            return _watch(running, Path(gate), deadline, received)
         finally:
             for number in STOPS:
                 signal.signal(number, signal.SIG_IGN)
@@ -127,15 +128,13 @@ def run_all(folder: Path, names: list[str]) -> int:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def _stop(number: int, _: object) -> None:
-    sys.exit(128 + number)
-
-
-def _watch(running: dict[str, subprocess.Popen], gate: Path, deadline: float) -> int:
-    """Report and remove tables as they end; returns how many failed."""
+def _watch(running: dict[str, subprocess.Popen], gate: Path, deadline: float, received: list[int]) -> int:
+    """Report and remove tables as they end; returns how many failed. A received signal ends it."""
     failed = 0
     while running:
         time.sleep(0.5)
+        if received:
+            sys.exit(128 + received[0])
         for name in [name for name, process in running.items() if process.poll() is not None]:
             code = running.pop(name).returncode
             failed += code != 0
