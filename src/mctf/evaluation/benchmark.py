@@ -159,9 +159,10 @@ def _benchmark(model: nn.Module, config: BenchmarkConfig, tick: Callable[[], obj
     weight = next(model.parameters())
     height, width = config.image_size
     channels = getattr(model, "in_chans", 3)
+    images = weight.new_empty(config.batch, channels, height, width)  # first: fails at once where memory is short
     # neighbouring patches are alike, as in photographs: white noise ends in one cluster of hundreds of tokens
     noise = torch.randn(config.batch, channels, -(-height // 16), -(-width // 16), device=weight.device)
-    images = nn.functional.interpolate(noise, size=(height, width), mode="bilinear").to(weight.dtype)
+    images.copy_(nn.functional.interpolate(noise, size=(height, width), mode="bilinear"))
     reduced_precision = (config.training or weight.dtype) in _REDUCED_PRECISION
     contenders = make_contenders(model, config, matmul=weight.is_cuda and reduced_precision)
     quantizations = {
