@@ -87,7 +87,8 @@ def measure(x: Tensor, weights: Tensor, r: int) -> tuple[float, float]:
     def run_rounds() -> None:
         restore()
         rounds_kernel[(batch,)](
-            distances, weights, pairs, scratch, slots, order, start, tokens, n, pitch, r, ROUNDS, 1,
+            distances, weights, inverse_weights, pairs, scratch, slots, order, start,
+            tokens, n, pitch, r, ROUNDS, 1,
             WIDE=False, TILES=tiles, N=max(16, next_power_of_2(n)), K=joining, HOPS=joining.bit_length() - 1,
             ROWS=clustering.SEARCHED, PROTECTED=clustering.MAX_PROTECTED, num_warps=4 if joining == 16 else 8,
         )  # fmt: skip

@@ -77,8 +77,9 @@ def _cluster_few(
     distances = x.new_empty((batch, n, pitch), dtype=torch.float32 if is_float32 else torch.float16)
     pairs = x.new_empty((batch, tiles, n), dtype=torch.int64 if is_float32 else torch.int32)
     scratch = x.new_empty((batch, n), dtype=torch.int32)
+    inverse_weights = 1 / weights
     launchable(partners_kernel)[(tiles * (tiles + 1) // 2, batch)](
-        x, 1 / _row_norms(x).clamp_min(1e-30), 1 / weights, distances, pairs,
+        x, 1 / _row_norms(x).clamp_min(1e-30), inverse_weights, distances, pairs,
         tokens, channels, n, pitch, protected, *x.stride()[:2],
         WIDE=is_float32, TILE=tile.rows, TILES=tiles, CHUNK=tile.channels,
         PRECISION="tf32x3" if is_float32 else "tf32", num_warps=tile.warps,
@@ -86,7 +87,8 @@ def _cluster_few(
     joining = MAX_JOINING if is_symbolic(r) else max(16, next_power_of_2(ceil_div(r, rounds)))
     width = MAX_ONE_PROGRAM if is_symbolic(n) else max(16, next_power_of_2(n))
     launchable(rounds_kernel)[(batch,)](
-        distances, weights, pairs, scratch, slots, order, start, tokens, n, pitch, r, rounds, protected,
+        distances, weights, inverse_weights, pairs, scratch, slots, order, start,
+        tokens, n, pitch, r, rounds, protected,
         WIDE=is_float32, TILES=tiles, N=width, K=joining, HOPS=joining.bit_length() - 1, ROWS=SEARCHED,
         PROTECTED=MAX_PROTECTED, num_warps=4 if joining == 16 else 8,
     )  # fmt: skip

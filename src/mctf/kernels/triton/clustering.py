@@ -116,7 +116,8 @@ def partners_kernel(
 
 @triton.jit
 def rounds_kernel(
-    distances, weights, pairs, scratch, slots, order, start, tokens, n, pitch, r, rounds, protected,
+    distances, weights, inverse_weights, pairs, scratch, slots, order, start,
+    tokens, n, pitch, r, rounds, protected,
     WIDE: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HOPS: tl.constexpr, ROWS: tl.constexpr,
     PROTECTED: tl.constexpr,
 ):  # fmt: skip
@@ -136,6 +137,8 @@ def rounds_kernel(
     nobody = pack(tl.full([], float("inf"), tl.float32), 0xFF, WIDE)
     taken = nobody + 0xFFFF  # above every key
     w = tl.load(weights + image * tokens + protected + token, mask=valid, other=0.0)
+    # not computed here: rounded otherwise than for `partners_kernel`, two tokens could join each other
+    inverse = tl.load(inverse_weights + image * tokens + protected + token, mask=valid, other=float("inf"))
     pair = tl.load(pairs + token, mask=valid, other=nobody)
     for tile in tl.static_range(1, TILES):
         pair = tl.minimum(pair, tl.load(pairs + tile * n + token, mask=valid, other=nobody))
@@ -170,7 +173,8 @@ def rounds_kernel(
             added = tl.sum(tl.where(is_target, w_j[:, None], 0.0), 0)
             changed = added > 0.0
             w = tl.where(joins, 0.0, w + added)
-            total = tl.gather(w, target, 0)
+            inverse = tl.where(joins | changed, 1.0 / w, inverse)
+            total, inverse_t = tl.gather(w, target, 0), tl.gather(inverse, target, 0)
             share_j, share_t = w_j / total, w_t / total
             same = (target[:, None] == target[None, :]) & is_member[None, :]
             mix = tl.where(same, share_j[None, :], 0.0)
@@ -195,7 +199,6 @@ def rounds_kernel(
             tl.store(from_t + target[None, :], between, mask=is_member[:, None] & is_member[None, :])
 
             # 5. partners: of the tokens that others joined, and of the others among these
-            inverse, inverse_t = 1.0 / w, 1.0 / total
             rank, rank_t = pack(inverse, token, WIDE), pack(inverse_t, target, WIDE)
             cost = ward_costs(rows.to(tl.float32), inverse_t[:, None], inverse[None, :])
             is_larger = rank[None, :] < rank_t[:, None]
