@@ -303,10 +303,9 @@ def test_the_package_is_installed_from_a_clone(document: Path) -> None:
 
 
 def test_the_table_over_formats_is_that_of_the_result_files() -> None:
-    script = PERFORMANCE_PAGE
     text = (ROOT / "docs/deploy.md").read_text()
-    runs = script["read_formats"](ROOT / "benchmarks/results")
-    assert script["make_deploy_page"](text, runs) == text, "run make docs"
+    runs = PERFORMANCE_PAGE["read_formats"](ROOT / "benchmarks/results")
+    assert PERFORMANCE_PAGE["make_deploy_page"](text, runs) == text, "run make docs"
     assert all(name not in run["command"] for run in runs for name in ("/home/", "/root/", "/tmp/", "/work/"))
 
     def row(fusion: str, format: str, precision: str, milliseconds: float, speedup: float) -> dict[str, Any]:
@@ -318,7 +317,7 @@ def test_the_table_over_formats_is_that_of_the_result_files() -> None:
     rows += [row("unfused", "onnx", "fp32", 30, 1), row("unfused", "onnx", "int8", 20, 1.5)]
     table = {"title": "deit_small_patch16_224, batch 8, cpu", "rows": rows, "notes": ["ward, onnx is left out: why"]}
     run = {"device": "cpu (x86_64, AVX512, 2 threads)", "rounds": 9, "command": "mctf bench deit", "tables": [table]}
-    page = script["make_deploy_page"](text, [run])
+    page = PERFORMANCE_PAGE["make_deploy_page"](text, [run])
     for line in (
         "| | torch | onnx |",
         "| deit_small, batch 8, unfused | 40.0 | 30.0 |",
@@ -331,12 +330,13 @@ def test_the_table_over_formats_is_that_of_the_result_files() -> None:
 
 
 def test_the_performance_table_is_that_of_the_result_files() -> None:
-    script = PERFORMANCE_PAGE
     text = (ROOT / "docs/performance.md").read_text()
-    tables = script["read_tables"](ROOT / "benchmarks/results")
-    assert script["make_page"](text, tables) == text, "run make docs"
+    tables = PERFORMANCE_PAGE["read_tables"](ROOT / "benchmarks/results")
+    assert PERFORMANCE_PAGE["make_page"](text, tables) == text, "run make docs"
     tables[0]["rows"]["mctf_exact"]["milliseconds"] += 1
-    assert script["make_page"](text, tables) != text
+    assert PERFORMANCE_PAGE["make_page"](text, tables) != text
     bound = {"milliseconds": 2.0, "gflops": 10.0}
     for gflops, shown in ((10.9, "+50% ward"), (11.1, "")):
-        assert script["overhead"]({"free_drop": bound, "ward": {"milliseconds": 3.0, "gflops": gflops}}) == shown
+        assert (
+            PERFORMANCE_PAGE["overhead"]({"free_drop": bound, "ward": {"milliseconds": 3.0, "gflops": gflops}}) == shown
+        )

@@ -79,6 +79,7 @@ def test_models_are_loaded_and_run_in_one_thread(image) -> None:
 @pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_a_model_that_loads() -> None:
     program = """
+import time
 import torch
 from mctf.viz.inspection import Inspector
 
@@ -93,7 +94,7 @@ Inspector({"slow": load}, device=torch.device("cpu"))
         assert process.stdout.readline() == b"loading\n"
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(timeout=30)
+            assert process.wait(timeout=30) == -signal.SIGINT
         finally:
             process.kill()
 

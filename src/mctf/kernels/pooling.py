@@ -25,7 +25,7 @@ class Tile(NamedTuple):
 
 # With many slots, programs hide each other's latency: one program takes wide rows, one member at a time. With few, the
 # slot with most members determines the time: its rows are cut, and several members are read at once. So are those of
-# many tokens, where a slot may have hundreds.
+# more than 1,024 tokens, whose largest slots have tens of members.
 FEW_SLOTS = 2000  # of all images together: ten images of 197 tokens, or three of 577
 MANY_SLOTS_TILE = Tile(channels=512, members=1, warps=1)
 FEW_SLOTS_TILE = Tile(channels=128, members=4, warps=1)

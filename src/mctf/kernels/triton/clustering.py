@@ -34,6 +34,12 @@ def token_of(packed):
 
 
 @triton.jit
+def no_pair(WIDE: tl.constexpr):
+    """Above the pair of any cost and partner."""
+    return pack(tl.full([], float("inf"), tl.float32), 0xFF, WIDE)
+
+
+@triton.jit
 def ward_costs(d, inverse, inverse_other):
     """Ward's cost of two tokens, d their squared distance: d w w' / (w + w'), from 1 / w and 1 / w'."""
     root = tl.rsqrt(inverse + inverse_other)  # a division takes several instructions more
@@ -50,24 +56,33 @@ def tile_on_or_above_diagonal(number):
 
 
 @triton.jit
+def products(x, row, is_row, column, is_column, x_n, channels, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of the tokens `row` and the tokens `column`."""
+    product = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
+    for start in range(0, channels, CHUNK):
+        channel = (start + tl.arange(0, CHUNK))[None, :]
+        inside = channel < channels
+        a = tl.load(x + row[:, None] * x_n + channel, mask=is_row[:, None] & inside, other=0.0)
+        b = tl.load(x + column[:, None] * x_n + channel, mask=is_column[:, None] & inside, other=0.0)
+        product = tl.dot(a, tl.trans(b), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
 def tile_products(
     x, row, column, on_diagonal, n, x_n, channels,
     TILE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Products of TILE tokens `row` and TILE tokens `column`, the same ones on the diagonal."""
-    is_row, is_column = (row < n)[:, None], (column < n)[:, None]
+    """`products` of a tile. On the diagonal both sides are the same tokens, which are read once."""
+    is_row = row < n
     product = tl.zeros([TILE, TILE], tl.float32)
     if on_diagonal:
         for start in range(0, channels, CHUNK):
             channel = (start + tl.arange(0, CHUNK))[None, :]
-            a = tl.load(x + row[:, None] * x_n + channel, mask=is_row & (channel < channels), other=0.0)
+            a = tl.load(x + row[:, None] * x_n + channel, mask=is_row[:, None] & (channel < channels), other=0.0)
             product = tl.dot(a, tl.trans(a), product, input_precision=PRECISION)
     else:
-        for start in range(0, channels, CHUNK):
-            channel = (start + tl.arange(0, CHUNK))[None, :]
-            a = tl.load(x + row[:, None] * x_n + channel, mask=is_row & (channel < channels), other=0.0)
-            b = tl.load(x + column[:, None] * x_n + channel, mask=is_column & (channel < channels), other=0.0)
-            product = tl.dot(a, tl.trans(b), product, input_precision=PRECISION)
+        product = products(x, row, is_row, column, column < n, x_n, channels, CHUNK, PRECISION)
     return product
 
 
@@ -104,7 +119,7 @@ def partners_kernel(
     inverse_column = tl.load(inverse_weights + column, mask=is_column, other=float("inf"))
     cost = ward_costs(squared.to(tl.float32), inverse[:, None], inverse_column[None, :])
     joins_column = pack(inverse_column, column, WIDE)[None, :] < pack(inverse, row, WIDE)[:, None]
-    nobody = pack(tl.full([], float("inf"), tl.float32), 0xFF, WIDE)
+    nobody = no_pair(WIDE)
     own = tl.where(joins_column, pack(cost, column[None, :], WIDE), nobody)
     tl.store(pairs + tile_column * n + row, tl.min(own, 1), mask=is_row)
     if tile_row != tile_column:
@@ -134,7 +149,7 @@ def rounds_kernel(
     token = tl.arange(0, N)
     valid = token < n
     member = tl.arange(0, K)
-    nobody = pack(tl.full([], float("inf"), tl.float32), 0xFF, WIDE)
+    nobody = no_pair(WIDE)
     taken = nobody + 0xFFFF  # above every key
     w = tl.load(weights + image * tokens + protected + token, mask=valid, other=0.0)
     # not computed here: rounded otherwise than for `partners_kernel`, two tokens could join each other

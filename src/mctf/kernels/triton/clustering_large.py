@@ -14,7 +14,7 @@ Axes: B images, n unprotected tokens, C channels, k tokens that join in a round.
 import triton
 import triton.language as tl
 
-from .clustering import pack, tile_on_or_above_diagonal, tile_products, token_of, ward_costs
+from .clustering import no_pair, pack, products, tile_on_or_above_diagonal, tile_products, token_of, ward_costs
 
 _INF_BITS: tl.constexpr = tl.constexpr(0x7F800000)  # of float32's inf
 
@@ -62,7 +62,7 @@ def first_search_kernel(
     inverse_column = 1.0 / tl.load(mass + column, mask=is_column, other=0.0)
     cost = ward_costs(d, inverse[:, None], inverse_column[None, :])
     joins_column = _is_larger(inverse[:, None], row[:, None], inverse_column[None, :], column[None, :])
-    nobody = pack(tl.full([], float("inf"), tl.float32), 0xFF, WIDE)
+    nobody = no_pair(WIDE)
     own = tl.min(tl.where(joins_column, pack(cost, line[None, :], WIDE), nobody), 1)
     _keep_lowest(pairs, row, own, tile_column * TILE + token_of(own), is_row, WIDE)
     if on_diagonal == 0:
@@ -96,18 +96,12 @@ def search_kernel(
     offers = tl.load(changed + image * n + row, mask=is_line, other=0) > 0
     inverse = 1.0 / tl.load(mass + row, mask=is_line, other=0.0)
     square = tl.load(squares + row, mask=is_line, other=0.0)
-    nobody = pack(tl.full([], float("inf"), tl.float32), 0xFF, WIDE)
+    nobody = no_pair(WIDE)
     for first in range(tl.program_id(1) * COLUMNS, n, COLUMNS * splits):
         place = tl.arange(0, COLUMNS)
         column = first + place
         is_column = column < n
-        product = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, channels, CHUNK):
-            channel = (start + tl.arange(0, CHUNK))[None, :]
-            inside = channel < channels
-            a = tl.load(centers + row[:, None] * channels + channel, mask=is_line[:, None] & inside, other=0.0)
-            b = tl.load(centers + column[:, None] * channels + channel, mask=is_column[:, None] & inside, other=0.0)
-            product = tl.dot(a, tl.trans(b), product, input_precision=PRECISION)
+        product = products(centers, row, is_line, column, is_column, channels, channels, CHUNK, PRECISION)
         inverse_column = 1.0 / tl.load(mass + column, mask=is_column, other=0.0)
         square_column = tl.load(squares + column, mask=is_column, other=0.0)
         d = tl.maximum(square[:, None] + square_column[None, :] - 2.0 * product, 0.0)
