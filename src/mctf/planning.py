@@ -178,7 +178,8 @@ class FusionRequest:
         A budget is solved by bisection over plans: nothing runs.
         """
         method, depth = self.method.resolve(class_token=host.class_token), host.depth
-        method = method.fit(lambda: (host.architecture(None) if architecture is None else architecture).blocks)
+        own = cache(lambda: host.architecture(None) if architecture is None else architecture)
+        method = method.fit(lambda: own().blocks, lambda: own().tokens)
 
         def amounts(r: ReductionSpec) -> tuple[Amount, ...]:
             per_block = isinstance(r, tuple) and self.flops is not None  # a solved r names every block itself
@@ -188,7 +189,7 @@ class FusionRequest:
 
         r = method.default_r if self.r is None else self.r
         if self.schedule is not None or self.flops is not None:
-            architecture = host.architecture(None) if architecture is None else architecture
+            architecture = own()
         if self.schedule is not None and architecture is not None:
             self.schedule.check_model(architecture)
         if self.flops is not None and architecture is not None:

@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from mctf.core.assignment import Assignment
-from mctf.core.clustering import cluster, squared_distances, token_weights
+from mctf.core.clustering import cluster, joining_per_round, token_weights
+
+ALL = 1e9  # candidates: every token
 
 
 def agglomerate(x: Tensor, weights: Tensor, r: int, protected: int) -> list[list[int]]:
@@ -50,7 +52,7 @@ def tokens(seed: int, *, batch: int = 3, count: int = 30, channels: int = 8) -> 
 def test_one_token_per_round_is_exact_agglomeration(r: int, protected: int) -> None:
     for seed in range(3):
         x, weights = tokens(seed)
-        assignment = cluster(squared_distances(x, protected=protected), weights, r, protected=protected, rounds=r)
+        assignment = cluster(x, weights, r, protected=protected, rounds=r, candidates=ALL)
         expected = [agglomerate(image, w, r, protected) for image, w in zip(x, weights, strict=True)]
         assert groups(assignment, protected) == expected
 
@@ -59,7 +61,7 @@ def test_one_token_per_round_is_exact_agglomeration(r: int, protected: int) -> N
 @pytest.mark.parametrize(("r", "protected"), [(1, 1), (3, 0), (12, 2), (14, 1)])
 def test_slots(rounds: int, r: int, protected: int) -> None:
     x, weights = tokens(0)
-    assignment = cluster(squared_distances(x, protected=protected), weights, r, protected=protected, rounds=rounds)
+    assignment = cluster(x, weights, r, protected=protected, rounds=rounds, candidates=1.5)
     assert assignment.count == 30 - r
     for slots in assignment.slots:
         assert slots[:protected].tolist() == list(range(protected))
@@ -79,31 +81,58 @@ def test_more_rounds_lose_less() -> None:
         total = torch.zeros(())
         for seed in range(8):
             x, weights = tokens(seed, count=60)
-            assignment = cluster(squared_distances(x, protected=1), weights, 24, protected=1, rounds=rounds)
+            assignment = cluster(x, weights, 24, protected=1, rounds=rounds, candidates=ALL)
             total = total + squared_error(x, weights, assignment)
         errors.append(total.item())
     assert errors == sorted(errors, reverse=True)
-    assert errors[2] < 1.1 * errors[3], "four rounds are close to exact agglomeration"
+    assert errors[1] < 1.1 * errors[3], "two rounds are close to exact agglomeration"
 
 
-def test_distances_between_clusters_are_those_between_their_centers() -> None:
-    """Rounds of one token and rounds of centers recomputed from the tokens choose the same clusters."""
+def test_candidates_are_enough() -> None:
+    """The error with one and a half candidates per token that joins is that with all tokens as candidates."""
+    errors = []
+    for candidates in (1.5, ALL):
+        total = torch.zeros(())
+        for seed in range(8):
+            x, weights = tokens(seed, count=60)
+            assignment = cluster(x, weights, 20, protected=1, rounds=2, candidates=candidates)
+            total = total + squared_error(x, weights, assignment)
+        errors.append(total.item())
+    assert errors[0] == pytest.approx(errors[1], rel=0.02)
+
+
+def test_later_rounds_compare_the_centers_of_clusters() -> None:
+    """Two rounds choose what two clusterings do, the second one of centers and sums of weights."""
     x, weights = tokens(5, batch=1, count=20)
-    first = cluster(squared_distances(x, protected=0), weights, 6, protected=0, rounds=2)
-    half = cluster(squared_distances(x, protected=0), weights, 3, protected=0, rounds=1)
+    both = cluster(x, weights, 6, protected=0, rounds=2, candidates=ALL)
+    first = cluster(x, weights, 4, protected=0, rounds=1, candidates=ALL)
     unit = x / x.norm(dim=2, keepdim=True)
-    centers, masses = half.pool(unit, weights), half.total(weights)
-    distances = (centers[:, :, None] - centers[:, None]).square().sum(3)
-    second = cluster(distances, masses, 3, protected=0, rounds=1)
-    assert groups(first, 0) == groups(half.compose(second), 0)
+    centers, masses = first.pool(unit, weights), first.total(weights)
+    costs = (centers[:, :, None] - centers[:, None]).square().sum(3) / (1 / masses[:, :, None] + 1 / masses[:, None])
+    costs.masked_fill_(masses[:, None] <= masses[:, :, None], float("inf"))
+    joining = costs.amin(2).topk(2, dim=1, largest=False).indices
+    costs[:, :, joining[0]] = float("inf")
+    roots = torch.arange(16)[None].scatter(1, joining, costs[0, joining].argmin(2))
+    second = Assignment.of_roots(roots, 14, protected=0)
+    assert groups(both, 0) == groups(first.compose(second), 0)
+
+
+@pytest.mark.parametrize("r", [1, 2, 7, 24, 100])
+def test_joining_per_round(r: int) -> None:
+    for rounds in (1, 2, 3, 4, 64, 200):
+        counts = list(joining_per_round(r, rounds))
+        assert sum(counts) == r
+        assert min(counts) >= 1
+        assert len(counts) == min(r, rounds)
+    assert list(joining_per_round(30, 2)) == [20, 10]
+    assert list(joining_per_round(r, r)) == [1] * r
 
 
 def test_light_and_similar_tokens_are_fused_first() -> None:
     x = torch.tensor([[[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]]])
     weights = torch.tensor([[1.0, 1.0, 0.01, 0.01]])
-    assert groups(cluster(squared_distances(x, protected=0), weights, 1, protected=0, rounds=1), 0) == [
-        [[0], [1], [2, 3]]
-    ]
+    assignment = cluster(x, weights, 1, protected=0, rounds=1, candidates=1.5)
+    assert groups(assignment, 0) == [[[0], [1], [2, 3]]]
 
 
 def test_the_weight_of_a_token() -> None:
@@ -119,12 +148,12 @@ def test_equal_tokens_of_nearly_equal_weight_find_each_other() -> None:
     for seed in range(5):
         steps = torch.randint(-3, 4, weights.shape, generator=torch.Generator().manual_seed(seed))
         nearly = weights * (1 + steps * torch.finfo(weights.dtype).eps)
-        assignment = cluster(squared_distances(x, protected=0), nearly, 10, protected=0, rounds=2)
+        assignment = cluster(x, nearly, 10, protected=0, rounds=2, candidates=1.5)
         assert all(len({int(pairs[token]) for token in each}) == 1 for image in groups(assignment, 0) for each in image)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_undefined_and_equal_tokens_fill_every_slot(value: float) -> None:
     x, weights = torch.full((2, 12, 4), value), token_weights(torch.full((2, 12), value), None)
-    assignment = cluster(squared_distances(x, protected=1), weights, 5, protected=1, rounds=4)
+    assignment = cluster(x, weights, 5, protected=1, rounds=2, candidates=1.5)
     assert [sorted(set(slots.tolist())) for slots in assignment.slots] == [list(range(7))] * 2

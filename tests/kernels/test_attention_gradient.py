@@ -212,7 +212,7 @@ def test_operators_pass_opcheck(device):
     opcheck(pooling_ops.segment_sum, (out, order, start), **checks)
     pooled = (out.requires_grad_(), None, None, sizes, True, False, assignment.slots, order, start, True)
     opcheck(pooling_ops.pool, pooled, **checks)
-    opcheck(clustering_ops.cluster, (out.detach(), sizes, 6, 1, 2), **checks)
+    opcheck(clustering_ops.cluster, (out.detach(), sizes, 6, 1, 2, 9), **checks)
 
 
 def model_gradients(model, images):

@@ -120,10 +120,10 @@ def matching(batch, tokens, *, bidirectional):
     return run
 
 
-def clustering(tokens):
+def clustering(tokens, r=8):
     def run(dtype):
         x, received = torch.zeros(2, tokens, 32, dtype=dtype), torch.zeros(2, 2, tokens)
-        kernels.cluster(x, received, torch.ones(2, tokens), r=8, protected=1, rounds=2)
+        kernels.cluster(x, received, torch.ones(2, tokens), r=r, protected=1, rounds=2, candidates=1.5)
 
     return run
 
@@ -142,14 +142,10 @@ LONG = ["long_attention_kernel", "long_received_kernel"]
 BACKWARD = ["query_gradient_kernel", "key_value_gradient_kernel"]
 MANY = ["scores_kernel", "alpha_merges_kernel", "beta_partners_kernel", "slots_kernel", "members_kernel"]
 SEARCHES = [
-    "first_search_kernel",
-    "join_kernel",
-    "centers_kernel",
-    "search_kernel",
-    "join_kernel",
-    "members_kernel",
+    *("first_search_kernel", "select_kernel", "search_kernel", "centers_kernel"),
+    *("search_kernel", "select_kernel", "search_kernel", "cluster_slots_kernel", "members_kernel"),
 ]
-CLUSTERING = ["partners_kernel", "rounds_kernel"]
+CLUSTERING = ["distances_kernel", "rounds_kernel"]
 
 # the kernels of mctf, each once
 EACH_KERNEL = {
@@ -175,7 +171,7 @@ VARIANTS = {
     "one-way matching": (matching(2, 40, bidirectional=False), ["matching_kernel"]),
     "one-way matching of many tokens": (matching(2, 300, bidirectional=False), [n for n in MANY if "beta" not in n]),
     "matching of a single image": (matching(1, 300, bidirectional=True), MANY),
-    "clustering of many tokens": (clustering(257), CLUSTERING),
+    "clustering, many candidates": (clustering(257, r=80), CLUSTERING),
     "pooling with the norm": (pooling(train=False, weights=ONES, keep_norm=True), ["pooling_kernel"]),
     "pooling without weights": (pooling(train=False, sizes=ONES, by_size=True), ["pooling_kernel"]),
     "pooling without sizes": (pooling(train=False, weights=ONES, also=True), ["pooling_kernel"]),

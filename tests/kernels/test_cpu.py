@@ -25,9 +25,8 @@ def tokens(seed: int, *, count: int, batch: int = 2, dtype: torch.dtype = torch.
 
 
 def both(x: Tensor, weights: Tensor, r: int, protected: int, rounds: int) -> tuple[Assignment, Assignment]:
-    distances = clustering.squared_distances(x, protected=protected)
-    compiled = cpu.cluster(x, weights, r, protected=protected, rounds=rounds)
-    return compiled, clustering.cluster(distances, weights, r, protected=protected, rounds=rounds)
+    options = {"protected": protected, "rounds": rounds, "candidates": 1.5}
+    return cpu.cluster(x, weights, r, **options), clustering.cluster(x, weights, r, **options)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -71,7 +70,7 @@ def test_float32_loses_no_more_than_the_plain_version() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1.0])
 def test_undefined_and_equal_tokens_fill_every_slot(value: float) -> None:
     x, received = torch.full((2, 20, 8), value), torch.full((2, 1, 20), value)
-    assignment, _, _ = kernels.cluster(x, received, None, r=6, protected=1, rounds=4)
+    assignment, _, _ = kernels.cluster(x, received, None, r=6, protected=1, rounds=2, candidates=1.5)
     assert [sorted(set(slots.tolist())) for slots in assignment.slots] == [list(range(14))] * 2
 
 
@@ -79,7 +78,7 @@ def test_undefined_and_equal_tokens_fill_every_slot(value: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pooling(dtype: torch.dtype, keep_norm: bool) -> None:
     x, weights = tokens(1, count=60, batch=5, dtype=dtype)
-    assignment = cpu.cluster(x, weights, 25, protected=1, rounds=4)
+    assignment = cpu.cluster(x, weights, 25, protected=1, rounds=2, candidates=1.5)
     weights[0] = 0  # dropped tokens: their slots are 0
     weights[1, :30] = 0
     with kernels.disable_kernels(), torch.no_grad():
@@ -96,7 +95,7 @@ def test_pooling(dtype: torch.dtype, keep_norm: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pooling_keeps_what_is_no_number(dtype: torch.dtype, keep_norm: bool) -> None:
     x, weights = tokens(1, count=60, batch=3, dtype=dtype)
-    assignment = cpu.cluster(x, weights, 25, protected=1, rounds=4)
+    assignment = cpu.cluster(x, weights, 25, protected=1, rounds=2, candidates=1.5)
     x[0, 7, 3], weights[1, 9] = float("nan"), float("nan")
     mean = cpu.pool(x, weights, assignment, keep_norm=keep_norm)
     assert mean[0, assignment.slots[0, 7], 3].isnan()

@@ -140,6 +140,8 @@ def test_gradients_reach_every_weight(model: nn.Module) -> None:
     [
         ({"rounds": 0}, "rounds=0"),
         ({"rounds": 2.5}, "rounds=2.5"),
+        ({"candidates": 0.5}, "candidates=0.5"),
+        ({"candidates": float("nan")}, "candidates=nan"),
         ({"norm": "no"}, "norm"),
         ({"informativeness": "none"}, "informativeness='none' is unknown"),
     ],

@@ -93,7 +93,7 @@ class Tuner:
         self.options = dict(options)
         self.host = find_host(model)
         made = make_method(method, dict(options)).resolve(class_token=self.host.class_token)
-        self.method = made.fit(lambda: architecture.blocks)
+        self.method = made.fit(lambda: architecture.blocks, lambda: architecture.tokens)
         self.depth = len(architecture.blocks)
         self._plans: dict[Schedule, Plan] = {}
         self._request = partial(FusionRequest.of, method, r=None, schedule=None, options=options)

@@ -158,7 +158,14 @@ def match(
 
 @torch.no_grad()
 def cluster(
-    x: Tensor, received: Tensor | None, sizes: Tensor | None, *, r: int, protected: int, rounds: int
+    x: Tensor,
+    received: Tensor | None,
+    sizes: Tensor | None,
+    *,
+    r: int,
+    protected: int,
+    rounds: int,
+    candidates: float,
 ) -> tuple[Assignment, Tensor | None, Tensor]:
     """The assignment of N tokens (x: B N C, sizes: B N) to N - r slots by Ward's cost; see `core.clustering`.
 
@@ -171,19 +178,18 @@ def cluster(
         a = core_attention.total_received(received)
         weights = core_clustering.token_weights(a, sizes)
     if use_kernels(x) and clustering_ops.fits(x.shape[1], protected):
-        slots, order, start = clustering_ops.cluster(x, weights, r, protected, rounds)
+        count = core_clustering.num_candidates(r, x.shape[1] - protected, candidates)
+        slots, order, start = clustering_ops.cluster(x, weights, r, protected, rounds, count)
         return Assignment(slots, x.shape[1] - r, order, start), a, weights
-    if portable.exporting():
-        assignment = core_clustering.cluster_exported(
-            x, weights, r, protected=protected, rounds=rounds, many_ties=received is None
-        )
-        return assignment, a, weights
     if _use_numba(x):
         from . import cpu
 
-        return cpu.cluster(x, weights, r, protected=protected, rounds=rounds), a, weights
-    distances = core_clustering.squared_distances(x, protected=protected)
-    return core_clustering.cluster(distances, weights, r, protected=protected, rounds=rounds), a, weights
+        return cpu.cluster(x, weights, r, protected=protected, rounds=rounds, candidates=candidates), a, weights
+    return (
+        core_clustering.cluster(x, weights, r, protected=protected, rounds=rounds, candidates=candidates),
+        a,
+        weights,
+    )
 
 
 @overload

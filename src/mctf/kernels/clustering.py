@@ -1,7 +1,6 @@
 """Clustering on the GPU: the operator `mctf::cluster`, whose plain version is `core.clustering`.
 
-Up to 256 tokens take two launches (`triton/clustering.py`), more tokens three per round
-(`triton/clustering_large.py`).
+Up to 256 tokens take two launches (`triton/clustering.py`), more tokens four per round (`triton/clustering_large.py`).
 
 Axes: B images, N tokens, n of them unprotected, M slots.
 """
@@ -11,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.clustering import joining_per_round
 from .launch import ceil_div, is_symbolic, launchable, next_power_of_2
 from .matching import RANK_TILE
 
 MAX_ONE_PROGRAM = 256  # unprotected tokens whose rounds one program runs
-MAX_JOINING = 32  # in one round of such a program
+MAX_CANDIDATES = 128  # of such a program
 MAX_TOKENS = 16384  # unprotected ones that a program ranks
 MAX_PROTECTED = 16
-PITCH = 16  # rows of distances begin at multiples of it: several numbers per load and store
 
 
 class DistancesTile(NamedTuple):
@@ -36,7 +35,8 @@ SMALL_TILE, SMALL_TILE_FLOAT32 = DistancesTile(64, 64, 64, 4), DistancesTile(64,
 TILE, TILE_FLOAT32 = DistancesTile(128, 128, 64, 4), DistancesTile(64, 64, 32, 4)
 LISTED_TILE, LISTED_TILE_FLOAT32 = DistancesTile(64, 128, 64, 4), DistancesTile(32, 64, 32, 4)  # of a few rows
 LISTED_SPLITS = 32  # programs that share the columns of a few rows
-SEARCHED = 8  # tokens whose partner is searched again, at a time
+ROWS_AT_A_TIME = 16  # of candidates, in a program of all rounds: tensor cores take no fewer
+PITCH = 16  # rows of distances begin at multiples of it: several numbers per load and store
 
 
 def fits(tokens: int, protected: int) -> bool:
@@ -45,27 +45,37 @@ def fits(tokens: int, protected: int) -> bool:
 
 
 @torch.library.triton_op("mctf::cluster", mutates_args=())
-def cluster(x: Tensor, weights: Tensor, r: int, protected: int, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+def cluster(
+    x: Tensor, weights: Tensor, r: int, protected: int, rounds: int, candidates: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Slot of each token (B N, int64), tokens sorted by slot (B N, int32), where each slot begins there (B M+1).
 
-    x: B N C; weights: B N, above 0.
+    x: B N C; weights: B N, above 0. candidates: at least r and at most the unprotected tokens.
     """
     x, weights = x.contiguous(), weights.contiguous()
     batch, tokens, _ = x.shape
     slots = x.new_empty((batch, tokens), dtype=torch.int64)
     order = x.new_empty((batch, tokens), dtype=torch.int32)
     start = x.new_empty((batch, tokens - r + 1), dtype=torch.int32)
-    if tokens - protected <= MAX_ONE_PROGRAM and ceil_div(r, rounds) <= MAX_JOINING:
-        _cluster_few(x, weights, r, protected, rounds, slots, order, start)
+    if tokens - protected <= MAX_ONE_PROGRAM and candidates <= MAX_CANDIDATES:
+        _cluster_few(x, weights, r, protected, rounds, candidates, slots, order, start)
     else:
-        _cluster_many(x, weights, r, protected, rounds, slots, order, start)
+        _cluster_many(x, weights, r, protected, rounds, candidates, slots, order, start)
     return slots, order, start
 
 
 def _cluster_few(
-    x: Tensor, weights: Tensor, r: int, protected: int, rounds: int, slots: Tensor, order: Tensor, start: Tensor
+    x: Tensor,
+    weights: Tensor,
+    r: int,
+    protected: int,
+    rounds: int,
+    candidates: int,
+    slots: Tensor,
+    order: Tensor,
+    start: Tensor,
 ) -> None:
-    from .triton.clustering import partners_kernel, rounds_kernel
+    from .triton.clustering import distances_kernel, rounds_kernel
 
     batch, tokens, channels = x.shape
     n = tokens - protected
@@ -75,29 +85,44 @@ def _cluster_few(
     pitch = ceil_div(n, PITCH) * PITCH
     # reduced precision: rounding a distance, at most 4, to float16 adds less than the tokens' own rounding
     distances = x.new_empty((batch, n, pitch), dtype=torch.float32 if is_float32 else torch.float16)
-    pairs = x.new_empty((batch, tiles, n), dtype=torch.int64 if is_float32 else torch.int32)
-    scratch = x.new_empty((batch, n), dtype=torch.int32)
-    inverse_weights = 1 / weights
-    launchable(partners_kernel)[(tiles * (tiles + 1) // 2, batch)](
-        x, 1 / _row_norms(x).clamp_min(1e-30), inverse_weights, distances, pairs,
+    lowest = x.new_empty((batch, tiles, n), dtype=torch.float32)
+    launchable(distances_kernel)[(tiles * (tiles + 1) // 2, batch)](
+        x, 1 / _row_norms(x).clamp_min(1e-30), weights, distances, lowest,
         tokens, channels, n, pitch, protected, *x.stride()[:2],
-        WIDE=is_float32, TILE=tile.rows, TILES=tiles, CHUNK=tile.channels,
+        TILE=tile.rows, TILES=tiles, CHUNK=tile.channels,
         PRECISION="tf32x3" if is_float32 else "tf32", num_warps=tile.warps,
     )  # fmt: skip
-    joining = MAX_JOINING if is_symbolic(r) else max(16, next_power_of_2(ceil_div(r, rounds)))
     width = MAX_ONE_PROGRAM if is_symbolic(n) else max(16, next_power_of_2(n))
+    listed = MAX_CANDIDATES if is_symbolic(candidates) else max(16, next_power_of_2(candidates))
+    rows, targets = (x.new_empty((batch, listed), dtype=torch.int32) for _ in range(2))
+    scores = x.new_empty((batch, listed), dtype=torch.float32)
+    most = listed if is_symbolic(r) else max(16, next_power_of_2(max(joining_per_round(r, rounds))))
     launchable(rounds_kernel)[(batch,)](
-        distances, weights, inverse_weights, pairs, scratch, slots, order, start,
-        tokens, n, pitch, r, rounds, protected,
-        WIDE=is_float32, TILES=tiles, N=width, K=joining, HOPS=joining.bit_length() - 1, ROWS=SEARCHED,
-        PROTECTED=MAX_PROTECTED, num_warps=4 if joining == 16 else 8,
+        distances, weights, lowest, rows, scores, targets, slots, order, start,
+        tokens, n, pitch, r, rounds if is_symbolic(r) else min(rounds, r), candidates, protected,
+        WIDE=is_float32, TILES=tiles, N=width, K=listed, J=most, ROWS=ROWS_AT_A_TIME, PROTECTED=MAX_PROTECTED,
+        num_warps=4,
     )  # fmt: skip
 
 
 def _cluster_many(
-    x: Tensor, weights: Tensor, r: int, protected: int, rounds: int, slots: Tensor, order: Tensor, start: Tensor
+    x: Tensor,
+    weights: Tensor,
+    r: int,
+    protected: int,
+    rounds: int,
+    candidates: int,
+    slots: Tensor,
+    order: Tensor,
+    start: Tensor,
 ) -> None:
-    from .triton.clustering_large import centers_kernel, first_search_kernel, join_kernel, search_kernel
+    from .triton.clustering_large import (
+        centers_kernel,
+        cluster_slots_kernel,
+        first_search_kernel,
+        search_kernel,
+        select_kernel,
+    )
     from .triton.matching_large import members_kernel
 
     batch, tokens, channels = x.shape
@@ -108,42 +133,51 @@ def _cluster_many(
     centers = centers.to(torch.float32 if is_float32 else torch.float16).contiguous()
     squares = centers.float().square().sum(2)
     mass = weights[:, protected:].clone(memory_format=torch.contiguous_format)
+    staying = torch.empty_like(mass)
     pairs = torch.full((batch, n), 0x7F800000 << 32, dtype=torch.int64, device=x.device)
-    joined, targets, merged_tokens = (x.new_empty((batch, r), dtype=torch.int32) for _ in range(3))
-    root, rows, changed = (x.new_empty((batch, n), dtype=torch.int32) for _ in range(3))
-    counts = x.new_empty(batch, dtype=torch.int32)
-    most = ceil_div(r, rounds)
+    joined, merged_tokens = (x.new_empty((batch, r), dtype=torch.int32) for _ in range(2))
+    is_candidate, rows, again = (x.new_empty((batch, n), dtype=torch.int32) for _ in range(3))
+    counts, again_counts = (x.new_empty(batch, dtype=torch.int32) for _ in range(2))
+    is_joined = x.new_zeros((batch, n), dtype=torch.int32)
     width = MAX_TOKENS if is_symbolic(n) else next_power_of_2(n)
-    listed = MAX_TOKENS if is_symbolic(most) else max(16, next_power_of_2(most))
     tile, listed_tile = (TILE_FLOAT32, LISTED_TILE_FLOAT32) if is_float32 else (TILE, LISTED_TILE)
     tiles, precision = ceil_div(n, tile.rows), "tf32x3" if is_float32 else "tf32"
-    done = 0
-    for number in range(rounds):
-        k = (r + rounds - 1 - number) // rounds  # in equal parts, the remainder in the first rounds
-        first, final = number == 0, number == rounds - 1
-        if first:
-            launchable(first_search_kernel)[(tiles * (tiles + 1) // 2, batch)](
-                centers, squares, mass, pairs, channels, n,
-                WIDE=is_float32, TILE=tile.rows, CHUNK=tile.channels, PRECISION=precision, num_warps=tile.warps,
-            )  # fmt: skip
-        else:
-            launchable(search_kernel)[(ceil_div(n, listed_tile.rows), LISTED_SPLITS, batch)](
-                centers, squares, mass, pairs, rows, counts, changed, channels, n, LISTED_SPLITS,
-                WIDE=is_float32, ROWS=listed_tile.rows, COLUMNS=listed_tile.columns, CHUNK=listed_tile.channels,
-                PRECISION=precision, num_warps=listed_tile.warps,
-            )  # fmt: skip
-        launchable(join_kernel)[(batch,)](
-            pairs, mass, root, joined, targets, merged_tokens, rows, counts, changed, slots,
-            tokens, n, k, done, r, protected,
-            FIRST=first, FINAL=final, N=width, HOPS=listed.bit_length() - 1, PROTECTED=MAX_PROTECTED,
-            num_warps=16 if width >= 4096 else 8,
+
+    def search(lines: Tensor, lengths: Tensor) -> None:
+        launchable(search_kernel)[(ceil_div(n, listed_tile.rows), LISTED_SPLITS, batch)](
+            centers, squares, mass, staying, pairs, lines, lengths, channels, n, LISTED_SPLITS,
+            WIDE=is_float32, ROWS=listed_tile.rows, COLUMNS=listed_tile.columns, CHUNK=listed_tile.channels,
+            PRECISION=precision, num_warps=listed_tile.warps,
         )  # fmt: skip
+
+    launchable(first_search_kernel)[(tiles * (tiles + 1) // 2, batch)](
+        centers, squares, mass, pairs, channels, n,
+        WIDE=is_float32, TILE=tile.rows, CHUNK=tile.channels, PRECISION=precision, num_warps=tile.warps,
+    )  # fmt: skip
+    all_k = list(joining_per_round(r, rounds))
+    done = 0
+    for number, k in enumerate(all_k):
+        first, final = number == 0, number + 1 == len(all_k)
+        if not first:
+            search(rows, counts)
+        launchable(select_kernel)[(batch,)](
+            pairs, mass, staying, is_candidate, joined, merged_tokens, rows, counts, again, again_counts,
+            tokens, n, k, done, candidates, r, protected,
+            FIRST=first, FINAL=final, N=width, num_warps=16 if width >= 4096 else 8,
+        )  # fmt: skip
+        search(again, again_counts)
         if not final:
             launchable(centers_kernel)[(k, batch)](
-                centers, squares, mass, joined, targets, channels, n, k, done, r,
-                K=listed, CHANNELS=next_power_of_2(channels), num_warps=4,
+                centers, squares, mass, staying, pairs, joined, channels, n, k, done, r,
+                K=MAX_TOKENS if is_symbolic(k) else max(16, next_power_of_2(k)), CHANNELS=next_power_of_2(channels),
+                num_warps=4,
             )  # fmt: skip
         done += k
+    launchable(cluster_slots_kernel)[(batch,)](
+        pairs, joined, slots, is_joined, tokens, n, r, protected,
+        N=width, R=MAX_TOKENS if is_symbolic(r) else next_power_of_2(r), HOPS=(len(all_k) - 1).bit_length(),
+        PROTECTED=MAX_PROTECTED, num_warps=16 if width >= 4096 else 8,
+    )  # fmt: skip
     launchable(members_kernel)[(ceil_div(tokens, RANK_TILE["BLOCK"]), batch)](
         slots, merged_tokens, order, start, tokens, tokens - r, **RANK_TILE
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core.assignment import Assignment
+from ..core.clustering import num_candidates
 from ..core.matching import unit_rows
 
 _PER_THREAD = 1 << 18  # numbers to compare or to add for which another thread pays: 7 images of 196 tokens
@@ -25,7 +26,7 @@ _WITHOUT_NAN = _REASSOCIATED | {"nnan"}  # minima as well, of numbers alone
 _TINY = 1e-30
 
 
-def cluster(x: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int) -> Assignment:
+def cluster(x: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int, candidates: float) -> Assignment:
     """`core.clustering.cluster` of tokens x (B N C) by the squared distances of their directions; weights: B N."""
     batch, tokens = weights.shape
     unit = unit_rows(x.detach()[:, protected:])
@@ -34,7 +35,8 @@ def cluster(x: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int) 
     slots, order = np.empty((batch, tokens), np.int64), np.empty((batch, tokens), np.int32)
     start = np.zeros((batch, tokens - r + 1), np.int32)
     arrays = (cosines.numpy(), mass.numpy(), slots, order, start)
-    _over_images(_cluster_images, arrays, (r, rounds, protected), work=cosines.numel())
+    count = num_candidates(r, tokens - protected, candidates)
+    _over_images(_cluster_images, arrays, (r, rounds, count, protected), work=cosines.numel())
     return Assignment(torch.from_numpy(slots), tokens - r, torch.from_numpy(order), torch.from_numpy(start))
 
 
@@ -75,112 +77,96 @@ def _compiled(**options: Any) -> Callable[[Callable], Callable]:
 
 
 @_compiled(fastmath=_WITHOUT_NAN)
-def _costs(row: Any, w: Any, token: int, far: Any, costs: Any) -> Any:
-    """Ward's costs (n) of joining each token of larger weight, divided by the token's weight; returns the lowest.
+def _lowest_cost(row: Any, w: Any, token: int, far: Any) -> Any:
+    """The lowest of Ward's costs of joining a token of larger weight, divided by the own weight.
 
-    Of equal weights the earlier token counts as larger.
+    Of equal weights the earlier token counts as larger. row (n): squared distances.
     """
     mine, low = w[token], far
     for other in range(token):
         cost = row[other] * (w[other] / (mine + w[other]))
-        cost = cost if w[other] >= mine else far
-        costs[other] = cost
-        low = min(low, cost)
-    costs[token] = far
+        low = min(low, cost if w[other] >= mine else far)
     for other in range(token + 1, len(w)):
         cost = row[other] * (w[other] / (mine + w[other]))
-        cost = cost if w[other] > mine else far
-        costs[other] = cost
-        low = min(low, cost)
+        low = min(low, cost if w[other] > mine else far)
     return low
 
 
-@_compiled(fastmath=_WITHOUT_NAN)
-def _join(d: Any, target: int, token: int, p: Any, q: Any, row: Any) -> None:
-    """Distances (n n) once `target` is p of itself and q of `token`: p d_t + q d_j - p q d_tj (Lance and Williams)."""
-    within = p * q * d[target, token]
-    zero = within * 0
-    for other in range(len(row)):
-        row[other] = max(p * d[target, other] + q * d[token, other] - within, zero)
-    row[target] = zero
-    for other in range(len(row)):
-        d[target, other] = row[other]
-        d[other, target] = row[other]
+@_compiled()
+def _partner(row: Any, w: Any, token: int, leaves: Any, far: Any) -> int:
+    """The cheapest token of larger weight that stays; of equal costs the first."""
+    mine, low, partner = w[token], far, -1
+    for other in range(len(w)):
+        if leaves[other] or not (w[other] > mine or (w[other] == mine and other < token)):
+            continue
+        cost = row[other] * (w[other] / (mine + w[other]))
+        if partner < 0 or cost < low:
+            low, partner = cost, other
+    return partner
 
 
 @_compiled()
-def _run_rounds(d: Any, w: Any, r: int, rounds: int, root: Any) -> None:
+def _run_rounds(d: Any, w: Any, r: int, rounds: int, candidates: int, root: Any) -> None:
     """root (n): the token that each token has become part of. d (n n), cosines, and w (n) are overwritten."""
     n, zero, farthest, far = len(w), d.dtype.type(0), d.dtype.type(4), d.dtype.type(3e38)
-    costs, row, best = np.empty(n, d.dtype), np.empty(n, d.dtype), np.empty(n, d.dtype)
-    partner, joining = np.empty(n, np.int64), np.empty(n, np.int64)
-    joins, changed, stale = np.empty(n, np.bool_), np.empty(n, np.bool_), np.empty(n, np.bool_)
+    best, parent, leaves = np.empty(n, d.dtype), np.arange(n), np.zeros(n, np.bool_)
     for token in range(n):
-        root[token], stale[token] = token, True
         for other in range(n):
             squared = 2 - 2 * d[token, other]
             d[token, other] = squared if squared > zero else zero if squared <= zero else farthest  # of NaN
+        low = _lowest_cost(d[token], w, token, far)
+        best[token] = low * w[token] if low < far else far
+    rows = np.argsort(best, kind="mergesort")[:candidates]
+    left, begin = r, 0
     for number in range(rounds):
-        k = (r + rounds - 1 - number) // rounds  # r in equal parts, the remainder in the first rounds
+        k = max(1, 2 * left // (rounds - number + 1))
+        left -= k
 
-        # 1. the cheapest partner of each token: of equal costs the first one
-        for token in range(n):
-            joins[token], changed[token] = False, False
-            if stale[token]:
-                low = _costs(d[token], w, token, far, costs)
-                first = 0
-                while first < n - 1 and costs[first] != low:
-                    first += 1
-                partner[token] = first
+        # 1. the k cheapest candidates leave, each for the cheapest token that stays
+        if number > 0:
+            for place in range(begin, candidates):
+                token = rows[place]
+                low = _lowest_cost(d[token], w, token, far)
                 best[token] = low * w[token] if low < far else far
+            rest = rows[begin:candidates]
+            rows[begin:candidates] = rest[np.argsort(best[rest], kind="mergesort")]
+        end = begin + k
+        for place in range(begin, end):
+            leaves[rows[place]] = True
+        for place in range(begin, end):
+            parent[rows[place]] = _partner(d[rows[place]], w, rows[place], leaves, far)
 
-        # 2. the k cheapest tokens join theirs; a partner may join another, and the last of the chain takes all
-        for place in range(k):
-            cheapest = -1
-            for token in range(n):
-                if not joins[token] and (cheapest < 0 or best[token] < best[cheapest]):
-                    cheapest = token
-            joins[cheapest], joining[place] = True, cheapest
-        for place in range(k):
-            token = joining[place]
-            while joins[partner[token]]:
-                partner[token] = partner[partner[token]]
-        for token in range(n):
-            if joins[root[token]]:
-                root[token] = partner[root[token]]
-        if number + 1 == rounds:
-            return
-
-        # 3. weights and distances of the tokens that others joined
-        for place in range(k):
-            token = joining[place]
-            target = partner[token]
-            changed[target] = True
+        # 2. weights, and distances of the candidates that are left (Lance and Williams)
+        for place in range(begin, end):
+            token = rows[place]
+            target = parent[token]
             total = w[target] + w[token]
-            _join(d, target, token, w[target] / total, w[token] / total, row)
-            w[target], w[token], best[token] = total, 0, far
+            p, q = w[target] / total, w[token] / total
+            within = p * q * d[token, target]
+            w[target], w[token] = total, zero
+            for other in range(n):
+                d[target, other] = max(p * d[target, other] + q * d[token, other] - within, zero)
+            for later in range(place + 1, candidates):
+                other = rows[later]
+                d[other, target] = max(p * d[other, target] + q * d[other, token] - within, zero)
+            d[target, target] = zero
+        begin = end
 
-        # 4. the other tokens compare their partner with these; those whose partner was changed search again
-        for token in range(n):
-            old = partner[token]
-            stale[token] = w[token] > 0 and (changed[token] or changed[old] or joins[old])
-            if stale[token] or w[token] == 0:
-                continue
-            for place in range(k):
-                target = partner[joining[place]]
-                if w[target] > w[token] or (w[target] == w[token] and target < token):
-                    cost = d[token, target] * (w[target] / (w[token] + w[target])) * w[token]
-                    if cost < best[token] or (cost == best[token] and target < partner[token]):
-                        best[token], partner[token] = cost, target
+    for token in range(n):
+        root[token] = token
+        while leaves[root[token]]:  # a target may join another in a later round
+            root[token] = parent[root[token]]
 
 
 @_compiled()
-def _cluster_images(d: Any, w: Any, slots: Any, order: Any, start: Any, r: int, rounds: int, protected: int) -> None:
+def _cluster_images(
+    d: Any, w: Any, slots: Any, order: Any, start: Any, r: int, rounds: int, candidates: int, protected: int
+) -> None:
     """slots (B N), tokens sorted by slot (B N), and where each slot begins there (B M+1, filled with 0)."""
     batch, n = w.shape
     root = np.empty(n, np.int64)
     for image in range(batch):
-        _run_rounds(d[image], w[image], r, min(r, rounds), root)
+        _run_rounds(d[image], w[image], r, min(r, rounds), candidates, root)
         slot, begin = slots[image], start[image]
         for token in range(protected):
             slot[token] = token

@@ -225,8 +225,11 @@ class Method(ABC):
         """This method for a model with or without a class token; raises MctfError where it cannot work."""
         return self
 
-    def fit(self, shapes: Callable[[], Sequence[BlockShape]]) -> Self:
-        """This method for a model with blocks of these shapes, which are worked out when they are asked for."""
+    def fit(self, shapes: Callable[[], Sequence[BlockShape]], tokens: Callable[[], int]) -> Self:
+        """This method for a model with blocks of these shapes and this many tokens before the first.
+
+        Both are worked out when they are asked for.
+        """
         return self
 
     def make_schedule(self, r: ReductionSpec, *, depth: int, blocks: Iterable[int] | None) -> tuple[Amount, ...]:

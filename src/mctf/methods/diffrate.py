@@ -142,7 +142,7 @@ class DiffRate(Method):
         check_class_token(self.name, class_token)
         return self
 
-    def fit(self, shapes: Callable[[], Sequence[BlockShape]]) -> Self:
+    def fit(self, shapes: Callable[[], Sequence[BlockShape]], tokens: Callable[[], int]) -> Self:
         if self.published != "auto":
             return self
         channels = shapes()[0].channels

@@ -1,16 +1,14 @@
 """Clustering by Ward's cost, at most 256 tokens per image: Triton version of `core.clustering`.
 
-The first launch computes the squared distances of all pairs of tokens, in tiles, and the cheapest partner of each
-token. The second one holds an image per program and runs all rounds. A round changes few distances: those of the tokens
-that others joined. So it searches a token's partner again only where the old one was changed, and compares the others
-with the changed tokens alone.
+The first launch computes the squared distances of all pairs of tokens, in tiles, and the lowest cost of each token. The
+second one holds an image per program and runs all rounds. It reads and updates the rows of the candidates alone, a few
+at a time.
 
-A cost and a partner are one number, a pair: costs are not negative, so their bits are ordered as they are. In float32 a
-pair has 64 bits. In reduced precision it has 32, and the partner replaces the last 8 bits of the cost, whose error is
-larger than that. So of equal costs the first partner is taken. Tokens are ranked likewise, by 1 / weight: each joins a
-token of lower rank, which is one of larger weight, of equal weights an earlier one.
+A cost and a token are one number, a pair: costs are not negative, so their bits are ordered as they are. In float32 a
+pair has 64 bits. In reduced precision it has 32, and the token replaces the last 8 bits of the cost, whose error is
+larger than that. So of equal costs the first token is taken.
 
-Axes: B images, N tokens, n of them unprotected, C channels, k tokens that join in a round.
+Axes: B images, N tokens, n of them unprotected, C channels, K candidates, k tokens that join in a round.
 """
 
 import triton
@@ -87,166 +85,183 @@ def tile_products(
 
 
 @triton.jit
-def partners_kernel(
-    x, inverse_norms, inverse_weights, distances, pairs, tokens, channels, n, pitch, protected, x_b, x_n,
-    WIDE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """distances (B n pitch): 2 - 2 cos of all pairs. pairs (B TILES n): the lowest cost in each tile, and with whom.
+def is_larger(w, token, w_other, other):
+    """Whether `other` has the larger weight; of equal weights the earlier is larger."""
+    return (w_other > w) | ((w_other == w) & (other < token))
 
-    inverse_norms, inverse_weights: B N.
-    A program per tile on or above the diagonal: the distances below it are the same.
+
+@triton.jit
+def _finish_tile(
+    product, row, column, on_diagonal, inverse_norm, inverse_norms, w, weights, distances, lowest_of_columns, n, pitch
+):
+    """Store the distances of a tile, and below the diagonal, and the lowest costs of its columns; those of its rows."""
+    is_row, is_column = row < n, column < n
+    inverse_norm_column = tl.load(inverse_norms + column, mask=is_column, other=0.0)
+    d = tl.maximum(product * inverse_norm[:, None] * inverse_norm_column[None, :] + 2.0, 0.0)
+    # a row has room for columns beyond n: without a mask by n, a store writes several numbers
+    to_row = distances + row[:, None] * pitch + column[None, :]
+    squared = d.to(distances.dtype.element_ty)
+    tl.store(to_row, squared, mask=is_row[:, None] & (column < pitch)[None, :])
+    w_column = tl.load(weights + column, mask=is_column, other=0.0)
+    cost = ward_costs(d, (1.0 / w)[:, None], (1.0 / w_column)[None, :])
+    inf = float("inf")
+    if on_diagonal:
+        larger = is_larger(w[:, None], row[:, None], w_column[None, :], column[None, :])
+        own = tl.min(tl.where(larger, cost, inf), 1)
+    else:  # every row is earlier than every column
+        larger = w_column[None, :] > w[:, None]
+        own = tl.min(tl.where(larger, cost, inf), 1)
+        tl.store(lowest_of_columns + column, tl.min(tl.where(larger, inf, cost), 0), mask=is_column)
+        to_column = distances + column[:, None] * pitch + row[None, :]
+        tl.store(to_column, tl.trans(squared), mask=is_column[:, None] & (row < pitch)[None, :])
+    return own
+
+
+@triton.jit
+def distances_kernel(
+    x, inverse_norms, weights, distances, lowest, tokens, channels, n, pitch, protected, x_b, x_n,
+    TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """distances (B n pitch): 2 - 2 cos of all pairs. lowest (B TILES n): the lowest cost of joining, in each tile.
+
+    inverse_norms, weights: B N. A program per tile on or above the diagonal serves its rows and its columns.
     """
     image = tl.program_id(1).to(tl.int64)
     tile_row, tile_column = tile_on_or_above_diagonal(tl.program_id(0))
     row = tile_row * TILE + tl.arange(0, TILE)
-    column = tile_column * TILE + tl.arange(0, TILE)
-    is_row, is_column = row < n, column < n
+    is_row = row < n
     x += image * x_b + protected * x_n
     inverse_norms += image * tokens + protected
-    inverse_weights += image * tokens + protected
+    weights += image * tokens + protected
     distances += image * n * pitch
-    pairs += image * n * TILES
-    product = tile_products(x, row, column, tile_row == tile_column, n, x_n, channels, TILE, CHUNK, PRECISION)
-    inverse_norm = tl.load(inverse_norms + row, mask=is_row, other=0.0)
-    inverse_norm_column = tl.load(inverse_norms + column, mask=is_column, other=0.0)
-    squared = tl.maximum(2.0 - product * (2.0 * inverse_norm)[:, None] * inverse_norm_column[None, :], 0.0)
-    squared = squared.to(distances.dtype.element_ty)
-    # a row has room for columns beyond n: without a mask by n, a store writes several numbers
-    to_row = distances + row[:, None] * pitch + column[None, :]
-    tl.store(to_row, squared, mask=is_row[:, None] & (column < pitch)[None, :])
-
-    inverse = tl.load(inverse_weights + row, mask=is_row, other=float("inf"))
-    inverse_column = tl.load(inverse_weights + column, mask=is_column, other=float("inf"))
-    cost = ward_costs(squared.to(tl.float32), inverse[:, None], inverse_column[None, :])
-    joins_column = pack(inverse_column, column, WIDE)[None, :] < pack(inverse, row, WIDE)[:, None]
-    nobody = no_pair(WIDE)
-    own = tl.where(joins_column, pack(cost, column[None, :], WIDE), nobody)
-    tl.store(pairs + tile_column * n + row, tl.min(own, 1), mask=is_row)
-    if tile_row != tile_column:
-        to_column = distances + column[:, None] * pitch + row[None, :]
-        tl.store(to_column, tl.trans(squared), mask=is_column[:, None] & (row < pitch)[None, :])
-        own = tl.where(joins_column, nobody, pack(cost, row[:, None], WIDE))
-        tl.store(pairs + tile_row * n + column, tl.min(own, 0), mask=is_column)
+    lowest += image * n * TILES
+    on_diagonal = tile_row == tile_column
+    column = tile_column * TILE + tl.arange(0, TILE)
+    product = tile_products(x, row, column, on_diagonal, n, x_n, channels, TILE, CHUNK, PRECISION)
+    inverse_norm = -2.0 * tl.load(inverse_norms + row, mask=is_row, other=0.0)
+    w = tl.load(weights + row, mask=is_row, other=0.0)
+    # one half of the columns after the other, in fewer registers
+    left, right = tl.split(tl.permute(tl.reshape(product, [TILE, 2, TILE // 2]), [0, 2, 1]))
+    column = tile_column * TILE + tl.arange(0, TILE // 2)
+    own = _finish_tile(
+        left, row, column, on_diagonal, inverse_norm, inverse_norms, w, weights, distances,
+        lowest + tile_row * n, n, pitch,
+    )  # fmt: skip
+    other = _finish_tile(
+        right, row, column + TILE // 2, on_diagonal, inverse_norm, inverse_norms, w, weights, distances,
+        lowest + tile_row * n, n, pitch,
+    )  # fmt: skip
+    own = tl.minimum(own, other)
+    tl.store(lowest + tile_column * n + row, own, mask=is_row)
 
 
 @triton.jit
 def rounds_kernel(
-    distances, weights, inverse_weights, pairs, scratch, slots, order, start,
-    tokens, n, pitch, r, rounds, protected,
-    WIDE: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HOPS: tl.constexpr, ROWS: tl.constexpr,
+    distances, weights, lowest, rows, scores, targets, slots, order, start,
+    tokens, n, pitch, r, rounds, candidates, protected,
+    WIDE: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr,
     PROTECTED: tl.constexpr,
 ):  # fmt: skip
     """slots (B N); order (B N): tokens sorted by slot; start (B M+1): where each slot begins in `order`.
 
     The tokens that stay have slots in their old order, the others the slot of the token that they joined.
-    distances (B n pitch) and pairs (B TILES n): of `partners_kernel`, overwritten. scratch: B n.
-    N, K: powers of two, at least n and the tokens that join in one round.
+    distances (B n pitch) and lowest (B TILES n): of `distances_kernel`; rows of candidates are overwritten.
+    rows, scores, targets: B K, scratch. N, K, J: powers of two, at least n, `candidates` and the tokens that join in
+    one round. Programs take ROWS rows at a time.
     """
     image = tl.program_id(0).to(tl.int64)
     distances += image * n * pitch
-    pairs += image * n * TILES
-    scratch += image * n
+    lowest += image * n * TILES
+    rows += image * K
+    scores += image * K
+    targets += image * K
     token = tl.arange(0, N)
     valid = token < n
-    member = tl.arange(0, K)
-    nobody = no_pair(WIDE)
-    taken = nobody + 0xFFFF  # above every key
+    in_row = token < pitch
+    place = tl.arange(0, K)
+    line = tl.arange(0, ROWS)
+    member = tl.arange(0, J)
+    inf = float("inf")
     w = tl.load(weights + image * tokens + protected + token, mask=valid, other=0.0)
-    # not computed here: rounded otherwise than for `partners_kernel`, two tokens could join each other
-    inverse = tl.load(inverse_weights + image * tokens + protected + token, mask=valid, other=float("inf"))
-    pair = tl.load(pairs + token, mask=valid, other=nobody)
+    cost = tl.load(lowest + token, mask=valid, other=inf)
     for tile in tl.static_range(1, TILES):
-        pair = tl.minimum(pair, tl.load(pairs + tile * n + token, mask=valid, other=nobody))
+        cost = tl.minimum(cost, tl.load(lowest + tile * n + token, mask=valid, other=inf))
+    by_cost = tl.sort(tl.where(valid, pack(cost, token, WIDE), no_pair(WIDE)))
+    tl.store(rows + token, token_of(by_cost), mask=token < candidates)
     root = token
+    within = tl.zeros([N], tl.float32)  # mean squared distance between two members of a cluster
+    left = r
+    begin = 0
     for number in range(rounds):
-        k = (r + rounds - 1 - number) // rounds  # r in equal parts, the remainder in the first rounds
+        k = tl.maximum(2 * left // (rounds - number + 1), 1)
+        left -= k
+        tl.debug_barrier()
 
-        # 1. the k cheapest tokens
-        alive = w > 0.0
-        key = tl.where(alive, (pair & -256) | token, taken)
-        j = tl.zeros([K], tl.int32)
-        for each in range(k):
-            cheapest = token_of(tl.min(key, 0))
-            j = tl.where(member == each, cheapest, j)
-            key = tl.where(token == cheapest, taken, key)
-        joins = alive & (key == taken)
-
-        # 2. a partner may join another: the last of the chain is where its members end
-        mate = token_of(pair) & (N - 1)
-        parent = tl.where(joins, mate, token)
-        for _ in tl.static_range(HOPS):
-            parent = tl.gather(parent, parent, 0)
+        # 1. the k cheapest leave, each for the cheapest token that stays
+        is_member = member < k
+        j = tl.load(rows + begin + member, mask=is_member, other=0)
+        is_joining = is_member[:, None] & (j[:, None] == token[None, :])
+        leaves = tl.max(is_joining.to(tl.int32), 0) > 0
+        staying = tl.where(leaves, 0.0, w)
+        inverse = 1.0 / staying
+        for first in range(0, k, ROWS):
+            is_line = first + line < k
+            row = tl.load(rows + begin + first + line, mask=is_line, other=0)
+            d = tl.load(distances + row[:, None] * pitch + token[None, :], mask=in_row[None, :], other=0.0)
+            w_row = tl.gather(w, row, 0)
+            costs = _costs(d.to(tl.float32), tl.gather(within, row, 0), within, w_row, inverse)
+            larger = is_larger(w_row[:, None], row[:, None], staying[None, :], token[None, :])
+            pairs = tl.where(larger, pack(costs, token[None, :], WIDE), no_pair(WIDE))
+            tl.store(targets + first + line, token_of(tl.min(pairs, 1)) & (N - 1), mask=is_line)
+        tl.debug_barrier()
+        target = tl.load(targets + member, mask=is_member, other=0)
+        parent = tl.where(leaves, tl.sum(tl.where(is_joining, target[:, None], 0), 0), token)
         root = tl.gather(parent, root, 0)
+        begin += k
 
         if number + 1 < rounds:
-            # 3. weights
-            is_member = member < k
-            target = tl.gather(parent, j, 0)
-            w_j = tl.where(is_member, tl.gather(w, j, 0), 0.0)
-            w_t = tl.gather(w, target, 0)
-            is_target = (token[None, :] == target[:, None]) & is_member[:, None]
-            added = tl.sum(tl.where(is_target, w_j[:, None], 0.0), 0)
-            changed = added > 0.0
-            w = tl.where(joins, 0.0, w + added)
-            inverse = tl.where(joins | changed, 1.0 / w, inverse)
-            total, inverse_t = tl.gather(w, target, 0), tl.gather(inverse, target, 0)
-            share_j, share_t = w_j / total, w_t / total
-            same = (target[:, None] == target[None, :]) & is_member[None, :]
-            mix = tl.where(same, share_j[None, :], 0.0)
+            # 2. weights; means of squared distances: columns, and rows of the tokens that joined
+            w_joining = tl.where(is_member, tl.gather(w, j, 0), 0.0)
+            into = is_member[:, None] & (target[:, None] == token[None, :])
+            w = staying + tl.sum(tl.where(into, w_joining[:, None], 0.0), 0)
+            inverse = 1.0 / w
+            share = w_joining / tl.gather(w, target, 0)
+            shares = tl.where(into, share[:, None], 0.0)
+            stays = 1.0 - tl.sum(shares, 0)
+            inside = is_member[:, None] & in_row[None, :]
+            joining = tl.load(distances + j[:, None] * pitch + token[None, :], mask=inside, other=0.0).to(tl.float32)
+            before = tl.sum(shares * joining, 0)
+            columns = tl.load(distances + j[:, None] * pitch + j[None, :])
+            of_columns = _operand(shares, WIDE)
+            joining = stays[None, :] * joining + _mean(columns, of_columns, WIDE)
+            after = tl.sum(shares * joining, 0)
+            within = stays * (stays * within + before) + after
+            of_rows = _operand(joining, WIDE)
 
-            # 4. distances of the tokens that others joined: means over members, less half of the means within
-            from_j, from_t = distances + j[:, None] * pitch, distances + target[:, None] * pitch
-            inside = is_member[:, None] & (token < pitch)[None, :]
-            d_j = tl.load(from_j + token[None, :], mask=inside, other=0.0)
-            d_t = tl.load(from_t + token[None, :], mask=inside, other=0.0)
-            at_j = share_t[:, None] * _load(from_t + j[None, :]) + _dot(mix, _load(from_j + j[None, :]))
-            at_t = share_t[:, None] * _load(from_t + target[None, :]) + _dot(mix, _load(from_j + target[None, :]))
-            among = share_t[None, :] * at_t + _dot(at_j, tl.trans(mix))
-            own = tl.sum(tl.where(member[:, None] == member[None, :], among, 0.0), 1)
-            rows = share_t[:, None] * d_t.to(tl.float32) + _dot(mix.to(d_j.dtype), d_j) - 0.5 * own[:, None]
-            rows = tl.maximum(rows, 0.0).to(d_j.dtype)
-            between = tl.maximum(among - 0.5 * own[:, None] - 0.5 * own[None, :], 0.0).to(d_j.dtype)
-            tl.debug_barrier()  # all threads have loaded
-            tl.store(from_t + token[None, :], rows, mask=inside)
-            fixed = is_member[:, None] & ((w > 0.0) & (changed == 0))[None, :]
-            tl.store(distances + token[None, :] * pitch + target[:, None], rows, mask=fixed)
+            # 3. the candidates that remain, sorted by their lowest costs
+            for first in range(begin, candidates, ROWS):
+                is_line = first + line < candidates
+                row = tl.load(rows + first + line, mask=is_line, other=0)
+                own = distances + row[:, None] * pitch
+                in_rows = is_line[:, None] & in_row[None, :]
+                d = tl.load(own + token[None, :], mask=in_rows, other=0.0).to(tl.float32)
+                d = stays[None, :] * d + _mean(tl.load(own + j[None, :]), of_columns, WIDE)
+                is_target = is_member[None, :] & (row[:, None] == target[None, :])
+                own_shares = _operand(tl.where(is_target, share[None, :], 0.0), WIDE)
+                d = tl.gather(stays, row, 0)[:, None] * d + _mean(own_shares, of_rows, WIDE)
+                w_row = tl.gather(w, row, 0)
+                costs = _costs(d, tl.gather(within, row, 0), within, w_row, inverse)
+                larger = is_larger(w_row[:, None], row[:, None], w[None, :], token[None, :])
+                tl.store(scores + first + line, tl.min(tl.where(larger, costs, inf), 1), mask=is_line)
+                tl.debug_barrier()  # all threads have loaded
+                tl.store(own + token[None, :], d.to(distances.dtype.element_ty), mask=in_rows)
             tl.debug_barrier()
-            tl.store(from_t + target[None, :], between, mask=is_member[:, None] & is_member[None, :])
-
-            # 5. partners: of the tokens that others joined, and of the others among these
-            rank, rank_t = pack(inverse, token, WIDE), pack(inverse_t, target, WIDE)
-            cost = ward_costs(rows.to(tl.float32), inverse_t[:, None], inverse[None, :])
-            is_larger = rank[None, :] < rank_t[:, None]
-            lowest = tl.min(tl.where(fixed & is_larger, pack(cost, token[None, :], WIDE), nobody), 1)
-            cost_between = ward_costs(between.to(tl.float32), inverse_t[:, None], inverse_t[None, :])
-            is_larger_target = (rank_t[None, :] < rank_t[:, None]) & is_member[None, :]
-            between_pairs = tl.where(is_larger_target, pack(cost_between, target[None, :], WIDE), nobody)
-            lowest = tl.minimum(lowest, tl.min(between_pairs, 1))
-            offered = tl.where(fixed & (is_larger == 0), pack(cost, target[:, None], WIDE), nobody)
-            offered = tl.min(tl.where(is_target, lowest[:, None], offered), 0)
-
-            # 6. the others whose partner was changed search again, among the unchanged tokens
-            touched = tl.gather((joins | changed).to(tl.int32), mate, 0) > 0
-            stale = (w > 0.0) & (changed == 0) & touched
-            pair = tl.where(changed | stale, offered, tl.minimum(pair, offered))
-            count = tl.sum(stale.to(tl.int32), 0)
-            if count > 0:
-                tl.store(scratch + tl.cumsum(stale.to(tl.int32), 0) - 1, token, mask=stale)
-                unchanged = tl.where(changed, taken, rank)
-                tl.debug_barrier()
-                for first in range(0, count, ROWS):
-                    line = first + tl.arange(0, ROWS)
-                    is_line = line < count
-                    row = tl.load(scratch + line, mask=is_line, other=0)
-                    inside_row = is_line[:, None] & (token < pitch)[None, :]
-                    d = tl.load(distances + row[:, None] * pitch + token[None, :], mask=inside_row, other=0.0)
-                    costs = ward_costs(d.to(tl.float32), tl.gather(inverse, row, 0)[:, None], inverse[None, :])
-                    may_join = unchanged[None, :] < tl.gather(rank, row, 0)[:, None]
-                    found = tl.where(may_join, pack(costs, token[None, :], WIDE), nobody)
-                    tl.store(pairs + row, tl.min(found, 1), mask=is_line)
-                tl.debug_barrier()
-                pair = tl.minimum(pair, tl.load(pairs + token, mask=stale, other=nobody))
+            remains = (place >= begin) & (place < candidates)
+            score = tl.load(scores + place, mask=remains, other=inf)
+            remaining = tl.load(rows + place, mask=remains, other=0)
+            by_score = tl.sort(tl.where(remains, pack(score, remaining, WIDE), no_pair(WIDE)))
             tl.debug_barrier()
+            tl.store(rows + begin + place, token_of(by_score), mask=begin + place < candidates)
 
     kept = valid & (root == token)
     slot = protected + tl.gather(tl.cumsum(kept.to(tl.int32), 0) - 1, root, 0)
@@ -266,11 +281,27 @@ def rounds_kernel(
 
 
 @triton.jit
-def _load(pointers):
-    return tl.load(pointers).to(tl.float32)
+def _costs(d, within_row, within, w_row, inverse):
+    """Ward's costs of rows: d are means of squared distances, less half of those within both clusters."""
+    apart = tl.maximum(d - 0.5 * within_row[:, None] - 0.5 * within[None, :], 0.0)
+    return ward_costs(apart, (1.0 / w_row)[:, None], inverse[None, :])
 
 
 @triton.jit
-def _dot(a, b):
-    """Of float32 matrices by three products on the tensor cores."""
-    return tl.dot(a, b, input_precision="tf32x3")
+def _operand(matrix, WIDE: tl.constexpr):
+    """A matrix of shares or of distances as it is multiplied: in reduced precision in float16."""
+    if WIDE:
+        operand = matrix
+    else:
+        operand = matrix.to(tl.float16)
+    return operand
+
+
+@triton.jit
+def _mean(a, b, WIDE: tl.constexpr):
+    """Product of shares and distances on the tensor cores; of float32 matrices by three products."""
+    if WIDE:
+        product = tl.dot(a, b, input_precision="tf32x3")
+    else:
+        product = tl.dot(a, b)
+    return product
