@@ -108,6 +108,7 @@ Examples:
 @calibration_option
 @click.option("--weights", type=FILE, help="Weights file, for the KL of --format; random weights by default.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Timings per contender.")
+@click.option("--no-bounds", is_flag=True, help="Baseline and methods alone: up to three fewer models to compile.")
 @device_option
 @threads_option
 @output_option
@@ -131,6 +132,7 @@ def command(
     calibration: str | None,
     weights: Path | None,
     rounds: int,
+    no_bounds: bool,
     device_name: str | None,
     threads: int | None,
     output: Path | None,
@@ -176,6 +178,8 @@ def command(
         quantized = quantized_precisions(precisions, dtype)
         if "fp8" in quantized:
             raise MctfError("--format times models on the CPU, where fp8 is no faster: choose --precision fp32,int8")
+        if no_bounds:
+            raise MctfError("--no-bounds is for models in PyTorch: files have no upper bounds to leave out")
         if calibration is not None and not quantized:
             raise MctfError("--calibration is for models in int8: add --precision fp32,int8")
         contenders = _exported(
@@ -238,6 +242,7 @@ def command(
                 batch=batch,
                 image_size=size,
                 compiled=mode if compiled else None,
+                bounds=not no_bounds,
                 rounds=rounds,
                 training=precision if training else None,
                 blocks=blocks,

@@ -66,6 +66,7 @@ class BenchmarkConfig:
     schedule: Schedule | None = None
     trim_last: bool | None = None
     precisions: tuple[str, ...] = ()
+    bounds: bool = True  # whether the upper bounds and the baseline with a matrix product are contenders
 
     def __post_init__(self) -> None:
         if self.precisions and self.training is not None:
@@ -121,6 +122,11 @@ def make_contenders(model: nn.Module, config: BenchmarkConfig, *, matmul: bool) 
     matmul: whether fused models embed patches by a matrix product; `baseline_matmul` and `free_drop_conv` are
     contenders only then, and only where the patch embedding is a bare convolution.
     """
+    if not config.bounds:
+        fused = {
+            name: fuse(copy_sharing_weights(model), name, **config.reduction(model, name)) for name in config.methods
+        }
+        return {name: each.eval() for name, each in {BASELINE: copy_sharing_weights(model), **fused}.items()}
     convolutions = copy_sharing_weights(model)
     dropped = config.reduction(model, FREE_DROP)
     free_drop, free_drop_conv = (fuse(copy_sharing_weights(model), FREE_DROP, **dropped) for _ in range(2))
