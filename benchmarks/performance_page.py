@@ -63,7 +63,7 @@ def contender(row: dict[str, Any]) -> str:
 
 
 def label(table: dict[str, Any]) -> str:
-    model = table["model"].removesuffix(f"_patch16_{table['size']}").removesuffix("_patch16_224")
+    model = re.sub(r"_patch\d+_\d+$", "", table["model"])
     size = "" if table["size"] == "224" else f", {table['size']} px"
     return (
         f"{'training ' if table['pass'] == 'training' else ''}{model}{size}, {table['amount']}, batch {table['batch']}"

@@ -48,18 +48,17 @@ def test_sums_over_slots(tokens: int, count: int) -> None:
 def test_clusters_are_the_same(n: int, r: int, rounds: int, protected: int, whole: bool) -> None:
     x, weights = draw(4, protected + n, 8), draw(4, protected + n, seed=1).abs() + 0.1
     weights = weights.mul(3).ceil() if whole else weights
-    distances = clustering.squared_distances(x, protected=protected)
-    plain = clustering.cluster(distances, weights, r, protected=protected, rounds=rounds)
-    exported = clustering.cluster_exported(x, weights, r, protected=protected, rounds=rounds, many_ties=whole)
+    options = {"protected": protected, "rounds": rounds, "candidates": 1.5}
+    plain = clustering.cluster(x, weights, r, **options)
+    exported = clustering.cluster_exported(x, weights, r, **options)
     assert torch.equal(exported.slots, plain.slots)
     assert exported.split is not None
     torch.testing.assert_close(portable.sum_slots(x, exported.split), plain.sum(x))
 
 
-@pytest.mark.parametrize("many_ties", [False, True])
-def test_equal_tokens_are_clustered_too(many_ties: bool) -> None:
+def test_equal_tokens_are_clustered_too() -> None:
     x, weights = torch.ones(2, 41, 8), torch.ones(2, 41)
-    exported = clustering.cluster_exported(x, weights, 20, protected=1, rounds=4, many_ties=many_ties)
+    exported = clustering.cluster_exported(x, weights, 20, protected=1, rounds=2, candidates=1.5)
     for slots in exported.slots:
         assert slots.unique().tolist() == list(range(21))
     assert exported.total(weights).sum(dim=1).tolist() == [41, 41]

@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import portable
@@ -26,8 +27,6 @@ from .attention import TINY
 from .matching import unit_rows
 
 _LARGEST = 1e6  # a weight: attention received is at most 1, the root of a size at most 1,000
-_FAR = 1e37  # above every cost; divided by the ratio of any two weights it still is
-_STEP = 4  # of rounding, by which a token's weight is smaller than that of an equal one before it
 
 
 def token_weights(informativeness: Tensor, sizes: Tensor | None) -> Tensor:
@@ -61,14 +60,13 @@ def cluster(x: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int, 
     """
     unit = unit_rows(x)[:, protected:]
     n = unit.shape[1]
-    mass, order = _heaviest_first(weights[:, protected:].to(unit.dtype))  # from here on, tokens are in this order
+    # from here on, the heaviest tokens come first
+    mass, order = weights[:, protected:].to(unit.dtype).sort(dim=1, descending=True, stable=True)
     unit = portable.gather_rows(unit, order)
     index = torch.arange(n, device=x.device)
-    apart = 1 - unit @ unit.transpose(1, 2)  # half the squared distances
-    if not portable.exporting():
-        apart = apart.nan_to_num_(nan=2.0)
-    costs = _costs(apart + (index >= index[:, None]) * _FAR, mass, mass)
-    rows = (costs.amin(dim=2) * mass).topk(num_candidates(r, n, candidates), dim=1, largest=False).indices
+    apart = (1 - unit @ unit.transpose(1, 2)).nan_to_num_(nan=2.0)  # half the squared distances
+    costs = _costs(apart, mass, mass).masked_fill_(index >= index[:, None], float("inf"))
+    rows = costs.amin(dim=2).topk(num_candidates(r, n, candidates), dim=1, largest=False).indices
     costs, apart = portable.gather_rows(costs, rows), portable.gather_rows(apart, rows)  # B K n
     within = torch.zeros_like(mass)  # half the mean squared distance between two members of a cluster
     joined: list[Tensor] = []
@@ -76,100 +74,77 @@ def cluster(x: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int, 
     for k in joining_per_round(r, rounds):
         if joined:
             costs = _remaining_costs(apart, within, mass, rows)
-            position = (costs.amin(dim=2) * mass.gather(1, rows)).topk(rows.shape[1], dim=1, largest=False).indices
+            position = costs.amin(dim=2).topk(rows.shape[1], dim=1, largest=False).indices
             rows, costs = rows.gather(1, position), portable.gather_rows(costs, position[:, :k])
             apart = portable.gather_rows(apart, position)
         joining, rows = rows[:, :k], rows[:, k:]
-        leaves = (joining[:, :, None] == index).to(mass.dtype)  # B k n
-        target = (costs[:, :k] + leaves.sum(dim=1, keepdim=True) * _FAR).argmin(dim=2)
+        leaves = (joining[:, :, None] == index).any(dim=1, keepdim=True)  # B 1 n
+        target = costs[:, :k].masked_fill(leaves, float("inf")).argmin(dim=2)
         joined.append(joining)
         targets.append(target)
-        if rows.shape[1] and sum(each.shape[1] for each in joined) < r:
-            apart, within, mass = _join(apart, within, mass, leaves, target, rows)
+        if sum(each.shape[1] for each in joined) < r:
+            apart, within, mass = _join(apart, within, mass, joining, target, rows)
     return _assignment(torch.cat(joined, dim=1), torch.cat(targets, dim=1), order, len(joined), protected=protected)
 
 
-def _heaviest_first(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (B n) from large to small, and the tokens that have them; of equal ones the earlier first."""
-    if not portable.exporting():
-        return weights.sort(dim=1, descending=True, stable=True)
-    order = _strictly_descending(weights).topk(weights.shape[1], dim=1).indices
-    return weights.gather(1, order), order
-
-
-def _strictly_descending(weights: Tensor) -> Tensor:
-    """Weights (B n) for comparison: equal ones become smaller from token to token, by steps of rounding."""
-    step = _STEP * torch.finfo(weights.dtype).eps
-    return weights * (1 - step * torch.arange(weights.shape[1], device=weights.device, dtype=weights.dtype))
-
-
 def _costs(apart: Tensor, mine: Tensor, mass: Tensor) -> Tensor:
-    """Half of Ward's cost of joining, divided by the own weight: B K n.
-
-    apart: half the squared distances, B K n. mine, mass: weights, B K and B n.
-    """
-    return apart / (mine[:, :, None] * mass.reciprocal()[:, None] + 1)
+    """Half of Ward's costs: B K n. apart: half the squared distances, B K n. mine, mass: weights, B K and B n."""
+    return apart / (mine.reciprocal()[:, :, None] + mass.reciprocal()[:, None])
 
 
 def _remaining_costs(apart: Tensor, within: Tensor, mass: Tensor, rows: Tensor) -> Tensor:
-    """`_costs` of the tokens `rows` (B K); `_FAR` for joining one that is not larger.
+    """`_costs` of the tokens `rows` (B K), inf for joining one that is not larger.
 
     Centers are mean distances, less half of those within both clusters, apart. Tokens that joined have weight 0:
     nothing is lighter.
     """
-    ranked = _strictly_descending(mass)
+    ranked = portable.strictly_descending(mass)
     is_larger = ranked[:, None] > ranked.gather(1, rows)[:, :, None]
     half = within / 2
     costs = _costs(apart - half.gather(1, rows)[:, :, None] - half[:, None], mass.gather(1, rows), mass)
-    return costs.where(is_larger, _FAR)
+    return costs.masked_fill_(~is_larger, float("inf"))
 
 
 def _join(
-    apart: Tensor, within: Tensor, mass: Tensor, leaves: Tensor, target: Tensor, rows: Tensor
+    apart: Tensor, within: Tensor, mass: Tensor, joining: Tensor, target: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean distances of the tokens `rows` (B K), means within clusters and weights (B n) once k tokens have joined.
 
-    apart: B k+K n, of the tokens that join, then of the others. leaves: B k n, one-hot. target: B k, whom they join.
+    apart: B k+K n, of the tokens `joining` (B k), then of the others. target: B k, whom they join.
     """
-    k = target.shape[1]
-    index = torch.arange(mass.shape[1], device=mass.device)
-    into = (target[:, :, None] == index).to(mass.dtype)  # B k n
-    w_joining = (leaves @ mass[:, :, None])[:, :, 0]
-    mass = (mass + _sum_into(w_joining, into)) * (1 - leaves.sum(dim=1))
+    k, n = target.shape[1], mass.shape[1]
+    w_joining = mass.gather(1, joining)
+    mass = mass.scatter_add(1, target, w_joining).scatter_(1, joining, 0)
     shares = w_joining / mass.gather(1, target)
-    stays = 1 - _sum_into(shares, into)
+    stays = 1 - torch.zeros_like(mass).scatter_add(1, target, shares)
 
-    moves = (leaves - into) * shares[:, :, None]
-    mixed = torch.baddbmm(apart, apart @ moves.transpose(1, 2), into)
-    before, after = ((each[:, :k] * into).sum(dim=2) for each in (apart, mixed))
-    within = stays * (stays * within + _sum_into(shares * before, into)) + _sum_into(shares * after, into)
+    into = F.one_hot(target, n).to(mass.dtype)  # B k n
+    columns = apart.gather(2, joining[:, None].expand(-1, apart.shape[1], -1))
+    mixed = torch.baddbmm(apart * stays[:, None], columns, into * shares[:, :, None])
+    before, after = (each[:, :k].gather(2, target[:, :, None])[:, :, 0] * shares for each in (apart, mixed))
+    within = (stays * within).scatter_add(1, target, before)
+    within = (stays * within).scatter_add(1, target, after)
     # rows of clusters that others joined: means of their members' rows, too
-    joining, others = mixed[:, :k], mixed[:, k:]
-    is_target = (target[:, :, None] == rows[:, None]).to(mass.dtype)  # B k K
-    change = (joining - is_target @ others) * shares[:, :, None]
-    return torch.baddbmm(others, is_target.transpose(1, 2), change), within, mass
-
-
-def _sum_into(values: Tensor, into: Tensor) -> Tensor:
-    """Sums of values (B k) over the tokens with the same target, B n; into: B k n, one-hot."""
-    return (values[:, None] @ into)[:, 0]
+    is_target = (rows[:, :, None] == target[:, None]) * shares[:, None]  # B K k
+    others = mixed[:, k:] * stays.gather(1, rows)[:, :, None]
+    return torch.baddbmm(others, is_target, mixed[:, :k]), within, mass
 
 
 def _assignment(joined: Tensor, targets: Tensor, order: Tensor, rounds: int, *, protected: int) -> Assignment:
     """From the tokens that joined (B r) and those that they joined (B r), both as positions in `order` (B n)."""
-    n, r = order.shape[1], joined.shape[1]
-    index = torch.arange(n, device=order.device)
-    root = index.expand_as(order).scatter(1, joined, targets)
+    root = torch.arange(order.shape[1], device=order.device).expand_as(order).scatter(1, joined, targets)
     for _ in range((rounds - 1).bit_length()):  # a target may join another in a later round
         root = root.gather(1, root)
-    if not portable.exporting():
-        root = torch.empty_like(order).scatter_(1, order, order.gather(1, root))
-        return Assignment.of_roots(root, n - r, protected=protected)
-    roots, joined = order.gather(1, root.gather(1, joined)), order.gather(1, joined)
-    stays = torch.ones_like(order).scatter(1, joined, 0)
-    number = stays.cumsum(1) + (protected - 1)
-    slots = number.gather(1, index.expand_as(order).scatter(1, joined, roots))
-    kept = (stays * (n - index)).topk(n - r, dim=1).indices
-    tokens = portable.prepend_protected(torch.cat([kept, joined], dim=1) + protected, protected)
-    split = portable.SlotSplit(tokens, number.gather(1, roots))
-    return Assignment(portable.prepend_protected(slots, protected), n - r + protected, split=split)
+    root = torch.empty_like(order).scatter_(1, order, order.gather(1, root))
+    return Assignment.of_roots(root, order.shape[1] - joined.shape[1], protected=protected)
+
+
+def cluster_exported(
+    x: Tensor, weights: Tensor, r: int, *, protected: int, rounds: int, candidates: float
+) -> Assignment:
+    """`cluster` in the form for exported graphs."""
+    unit = unit_rows(x)[:, protected:]
+    count = num_candidates(r, unit.shape[1], candidates)
+    all_k = tuple(joining_per_round(r, rounds))
+    slots, split = portable.cluster(unit, weights[:, protected:, None], all_k, candidates=count, protected=protected)
+    return Assignment(slots, x.shape[1] - r, split=split)

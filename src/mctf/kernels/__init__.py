@@ -181,6 +181,11 @@ def cluster(
         count = core_clustering.num_candidates(r, x.shape[1] - protected, candidates)
         slots, order, start = clustering_ops.cluster(x, weights, r, protected, rounds, count)
         return Assignment(slots, x.shape[1] - r, order, start), a, weights
+    if portable.exporting():
+        assignment = core_clustering.cluster_exported(
+            x, weights, r, protected=protected, rounds=rounds, candidates=candidates
+        )
+        return assignment, a, weights
     if _use_numba(x):
         from . import cpu
 

@@ -101,7 +101,7 @@ def _cluster_few(
         distances, weights, lowest, rows, scores, targets, slots, order, start,
         tokens, n, pitch, r, rounds if is_symbolic(r) else min(rounds, r), candidates, protected,
         WIDE=is_float32, TILES=tiles, N=width, K=listed, J=most, ROWS=ROWS_AT_A_TIME, PROTECTED=MAX_PROTECTED,
-        num_warps=4,
+        num_warps=4 if most <= 32 else 8,  # 197 tokens, 26 of which join: 32 us on an H200, 41 us with 8 warps
     )  # fmt: skip
 
 
