@@ -1,4 +1,4 @@
-"""Time of the two clustering kernels on a GPU, on tokens of real images.
+"""Time of the clustering kernels on a GPU, on tokens of real images.
 
     python benchmarks/clustering_kernel.py --weights deit_tiny.safetensors --data imagenet-sample-500.zip
 
@@ -16,12 +16,13 @@ from torch import Tensor
 
 import mctf
 from mctf import kernels
+from mctf.core.clustering import num_candidates
 from mctf.data import Preprocessing, open_dataset
 from mctf.kernels import clustering
-from mctf.kernels.launch import ceil_div, next_power_of_2
+from mctf.kernels.launch import ceil_div
 from mctf.models.loading import load_model
 
-IMAGES, BATCH, REPEATED_CHANNELS, ROUNDS = 48, 256, 2, 4
+IMAGES, BATCH, REPEATED_CHANNELS, ROUNDS, CANDIDATES, REPEATS = 48, 256, 2, 2, 1.5, 20
 
 
 @torch.inference_mode()
@@ -43,57 +44,26 @@ def fused_tokens(weights: Path, data: str) -> list[tuple[Tensor, Tensor, int]]:
     return seen
 
 
-def microseconds(function) -> float:
-    from triton.testing import do_bench
+def measure(x: Tensor, weights: Tensor, r: int) -> dict[str, float]:
+    """Microseconds of each kernel of a clustering, by its name."""
+    from torch.profiler import ProfilerActivity, profile
 
-    function()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return 1e3 * do_bench(graph.replay, warmup=5, rep=20, quantiles=[0.5])
-
-
-def measure(x: Tensor, weights: Tensor, r: int) -> tuple[float, float]:
-    """us of both kernels: the distances with each token's first partners, then all rounds."""
-    from mctf.kernels.triton.clustering import partners_kernel, rounds_kernel
-
-    copies, tile = ceil_div(BATCH, len(x)), clustering.SMALL_TILE
+    copies = ceil_div(BATCH, len(x))
     x = x.cuda().bfloat16().repeat(copies, 1, REPEATED_CHANNELS)[:BATCH].contiguous()
     weights = weights.cuda().repeat(copies, 1)[:BATCH].contiguous()
-    batch, tokens, channels = x.shape
-    n = tokens - 1
-    tiles, pitch = ceil_div(n, tile.rows), ceil_div(n, clustering.PITCH) * clustering.PITCH
-    joining = max(16, next_power_of_2(ceil_div(r, ROUNDS)))
-    inverse_norms, inverse_weights = 1 / x.float().norm(dim=2), 1 / weights
-    distances = x.new_empty((batch, n, pitch), dtype=torch.float16)
-    pairs = x.new_empty((batch, tiles, n), dtype=torch.int32)
-    scratch, order = (x.new_empty((batch, size), dtype=torch.int32) for size in (n, tokens))
-    start = x.new_empty((batch, tokens - r + 1), dtype=torch.int32)
-    slots = x.new_empty((batch, tokens), dtype=torch.int64)
+    candidates = num_candidates(r, x.shape[1] - 1, CANDIDATES)
 
-    def find_partners() -> None:
-        partners_kernel[(tiles * (tiles + 1) // 2, batch)](
-            x, inverse_norms, inverse_weights, distances, pairs, tokens, channels, n, pitch, 1, *x.stride()[:2],
-            WIDE=False, TILE=tile.rows, TILES=tiles, CHUNK=tile.channels, PRECISION="tf32", num_warps=tile.warps,
-        )  # fmt: skip
+    def run() -> None:
+        clustering.cluster(x, weights, r, 1, ROUNDS, candidates)
 
-    find_partners()
-    originals = [(each, each.clone()) for each in (distances, pairs)]
-
-    def restore() -> None:
-        for each, original in originals:
-            each.copy_(original)
-
-    def run_rounds() -> None:
-        restore()
-        rounds_kernel[(batch,)](
-            distances, weights, inverse_weights, pairs, scratch, slots, order, start,
-            tokens, n, pitch, r, ROUNDS, 1,
-            WIDE=False, TILES=tiles, N=max(16, next_power_of_2(n)), K=joining, HOPS=joining.bit_length() - 1,
-            ROWS=clustering.SEARCHED, PROTECTED=clustering.MAX_PROTECTED, num_warps=4 if joining == 16 else 8,
-        )  # fmt: skip
-
-    return microseconds(find_partners), microseconds(run_rounds) - microseconds(restore)
+    run()  # compiles
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(REPEATS):
+            run()
+        torch.cuda.synchronize()
+    return {
+        each.key: each.device_time_total / REPEATS for each in recorded.key_averages() if each.key.endswith("_kernel")
+    }
 
 
 if __name__ == "__main__":
@@ -102,5 +72,5 @@ if __name__ == "__main__":
     parser.add_argument("--data", required=True)
     options = parser.parse_args()
     for tokens, token_weights, r in fused_tokens(options.weights, options.data):
-        distances, rounds = measure(tokens, token_weights, r)
-        print(f"N={tokens.shape[1]} r={r}: distances {distances:.0f} us, {ROUNDS} rounds {rounds:.0f} us")
+        times = ", ".join(f"{name} {time:.0f} us" for name, time in measure(tokens, token_weights, r).items())
+        print(f"N={tokens.shape[1]} r={r}: {times}")

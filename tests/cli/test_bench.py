@@ -34,6 +34,16 @@ def test_every_contender_is_measured(bench: Command, tmp_path: Path) -> None:
         assert rows["mctf"]["gflops"] < rows[BASELINE]["gflops"]
 
 
+def test_bounds_are_left_out_on_request(bench: Command) -> None:
+    outcome = bench("test_vit", "-r", 8, "-m", "mctf,tome", "--batch", 1, "--rounds", 1, "--no-bounds", "--json")
+    (table,) = json.loads(outcome.out)["tables"]
+    assert [row["name"] for row in table["rows"]] == [BASELINE, "mctf", "tome"]
+    assert all("upper bound" not in note and "convolution" not in note for note in table["notes"])
+    refused = bench("test_vit", "--format", "torch", "--no-bounds")
+    assert (refused.code, refused.out) == (2, "")
+    assert "--no-bounds is for models in PyTorch" in refused.err
+
+
 def test_the_last_block_is_trimmed_on_request(bench: Command) -> None:
     words = ("-r", 8, "-m", "tome", "--rounds", 1, "--batch", 1, "--json")
     (trimmed,), (whole,) = (

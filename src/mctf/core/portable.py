@@ -130,7 +130,7 @@ def cluster(
     costs = apart / (inverse + inverse.transpose(1, 2))
     rows = costs.amin(dim=2, keepdim=True).topk(candidates, dim=1, largest=False).indices  # B K 1
     position = rows
-    left: Tensor | None = None  # 0, and far below it for tokens that joined: B 1 n
+    left: Tensor | float = 0.0  # far below 0 for tokens that joined: B 1 n
     joined: list[Tensor] = []
     targets: list[Tensor] = []
     for k in all_k:
@@ -150,7 +150,7 @@ def cluster(
         joined.append(joining)
         targets.append(target)
         if len(joined) < len(all_k):
-            left = -leaves if left is None else left - leaves
+            left = left - leaves
             into = (target == index).to(mass.dtype).transpose(1, 2)  # B n k
             w_joining = mass.gather(1, joining)
             mass = mass + into @ w_joining
