@@ -79,9 +79,12 @@ def test_models_are_loaded_and_run_in_one_thread(image) -> None:
 @pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_a_model_that_loads() -> None:
     program = """
+import signal
 import time
 import torch
 from mctf.viz.inspection import Inspector
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in programs in the background
 
 def load():
     print("loading", flush=True)

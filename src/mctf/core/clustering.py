@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import portable
@@ -112,13 +111,13 @@ def _join(
 
     apart: B k+K n, of the tokens `joining` (B k), then of the others. target: B k, whom they join.
     """
-    k, n = target.shape[1], mass.shape[1]
+    k = target.shape[1]
     w_joining = mass.gather(1, joining)
     mass = mass.scatter_add(1, target, w_joining).scatter_(1, joining, 0)
     shares = w_joining / mass.gather(1, target)
     stays = 1 - torch.zeros_like(mass).scatter_add(1, target, shares)
 
-    into = F.one_hot(target, n).to(mass.dtype)  # B k n
+    into = target[:, :, None] == torch.arange(mass.shape[1], device=mass.device)  # B k n
     columns = apart.gather(2, joining[:, None].expand(-1, apart.shape[1], -1))
     mixed = torch.baddbmm(apart * stays[:, None], columns, into * shares[:, :, None])
     before, after = (each[:, :k].gather(2, target[:, :, None])[:, :, 0] * shares for each in (apart, mixed))

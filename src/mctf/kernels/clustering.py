@@ -58,25 +58,18 @@ def cluster(
     order = x.new_empty((batch, tokens), dtype=torch.int32)
     start = x.new_empty((batch, tokens - r + 1), dtype=torch.int32)
     if tokens - protected <= MAX_ONE_PROGRAM and candidates <= MAX_CANDIDATES:
-        _cluster_few(x, weights, r, protected, rounds, candidates, slots, order, start)
+        _cluster_few(x, weights, r, protected, rounds, candidates, (slots, order, start))
     else:
-        _cluster_many(x, weights, r, protected, rounds, candidates, slots, order, start)
+        _cluster_many(x, weights, r, protected, rounds, candidates, (slots, order, start))
     return slots, order, start
 
 
 def _cluster_few(
-    x: Tensor,
-    weights: Tensor,
-    r: int,
-    protected: int,
-    rounds: int,
-    candidates: int,
-    slots: Tensor,
-    order: Tensor,
-    start: Tensor,
+    x: Tensor, weights: Tensor, r: int, protected: int, rounds: int, candidates: int, out: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     from .triton.clustering import distances_kernel, rounds_kernel
 
+    slots, order, start = out
     batch, tokens, channels = x.shape
     n = tokens - protected
     is_float32 = x.element_size() == 4
@@ -106,15 +99,7 @@ def _cluster_few(
 
 
 def _cluster_many(
-    x: Tensor,
-    weights: Tensor,
-    r: int,
-    protected: int,
-    rounds: int,
-    candidates: int,
-    slots: Tensor,
-    order: Tensor,
-    start: Tensor,
+    x: Tensor, weights: Tensor, r: int, protected: int, rounds: int, candidates: int, out: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     from .triton.clustering_large import (
         centers_kernel,
@@ -125,6 +110,7 @@ def _cluster_many(
     )
     from .triton.matching_large import members_kernel
 
+    slots, order, start = out
     batch, tokens, channels = x.shape
     n = tokens - protected
     is_float32 = x.element_size() == 4
