@@ -41,7 +41,7 @@ def test_bounds_are_left_out_on_request(bench: Command) -> None:
     assert all("upper bound" not in note and "convolution" not in note for note in table["notes"])
     refused = bench("test_vit", "--format", "torch", "--no-bounds")
     assert (refused.code, refused.out) == (2, "")
-    assert "--no-bounds is for models in PyTorch" in refused.err
+    assert "leave out --training, --compile, --no-bounds" in refused.err
 
 
 def test_the_last_block_is_trimmed_on_request(bench: Command) -> None:

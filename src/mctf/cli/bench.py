@@ -162,8 +162,8 @@ def command(
 
     files = [is_exported(name) for name in models]
     if any(files) or formats is not None:
-        if training or compiled or dtype != "float32" or device_name not in (None, "cpu"):
-            raise MctfError("exported models run on the CPU: leave out --training, --compile, --dtype and --device")
+        if training or compiled or no_bounds or dtype != "float32" or device_name not in (None, "cpu"):
+            raise MctfError("exported models run on the CPU: leave out --training, --compile, --no-bounds, --dtype, …")
         if any(files) and not (
             all(files) and not any((reductions, budgets, schedule, blocks, methods, formats, weights, precisions))
         ):
@@ -178,8 +178,6 @@ def command(
         quantized = quantized_precisions(precisions, dtype)
         if "fp8" in quantized:
             raise MctfError("--format times models on the CPU, where fp8 is no faster: choose --precision fp32,int8")
-        if no_bounds:
-            raise MctfError("--no-bounds is for models in PyTorch: files have no upper bounds to leave out")
         if calibration is not None and not quantized:
             raise MctfError("--calibration is for models in int8: add --precision fp32,int8")
         contenders = _exported(
@@ -233,8 +231,7 @@ def command(
     device, precision = pick_device(device_name), getattr(torch, dtype)
     tables: list[dict[str, Any]] = []
     for name in models:
-        model: Any = create(name, image_size=image_size)
-        model = model.to(device, torch.float32 if training else precision)
+        model: Any = create(name, image_size=image_size).to(device, torch.float32 if training else precision)
         size = image_size or find_host(model).image_size
         for amount, batch in product(amounts, batches):
             config = BenchmarkConfig(
@@ -252,7 +249,7 @@ def command(
             )
             where = describe_device(next(model.parameters()).device)
             title = f"{name}, {config.amount}, batch {batch}, {size[0]}x{size[1]}, {where}, {dtype}"
-            title += ", forward and backward" if training else ""
+            title += ", forward and backward" * training
             title += "" if trim_last is None else f", {'' if trim_last else 'no '}trimmed last block"
             rows = _run(model, config, title)
             tables.append(
@@ -393,8 +390,7 @@ def _bench_formats(
 def _run(model: Any, config: "BenchmarkConfig", title: str) -> tuple["Measurement", ...]:
     from ..evaluation.benchmark import benchmark
 
-    methods = len(config.methods)
-    steps = methods + config.rounds + 4 + len(config.precisions) * (methods + 1)  # an upper bound
+    steps = config.rounds + 4 + len(config.methods) + len(config.precisions) * (len(config.methods) + 1)  # at most
     with progress(title, total=steps) as tick:
         try:
             return benchmark(model, config, tick=tick)

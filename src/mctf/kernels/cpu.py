@@ -1,8 +1,8 @@
 """Clustering and pooling on a CPU, compiled by Numba where it is installed (`mctf[cpu]`).
 
 The plain versions are `core.clustering` and `Assignment.pool`. They take some fifty operations per round and thirty per
-pooling, whose launches cost more than their work on small batches. A round changes only what it has to here: a token's
-partner is searched again only where the old one was changed, as in the Triton version.
+pooling, whose launches cost more than their work on small batches. A round changes the rows of candidates alone, as
+in the Triton version.
 
 Axes: B images, N tokens, n of them unprotected, M slots, C channels.
 """
@@ -135,6 +135,8 @@ def _run_rounds(d: Any, w: Any, r: int, rounds: int, candidates: int, root: Any)
             leaves[rows[place]] = True
         for place in range(begin, end):
             parent[rows[place]] = _partner(d[rows[place]], w, rows[place], leaves, far)
+        if number + 1 == rounds:
+            break
 
         # 2. weights, and distances of the candidates that are left (Lance and Williams)
         for place in range(begin, end):

@@ -94,7 +94,7 @@ def is_larger(w, token, w_other, other):
 def _finish_tile(
     product, row, column, on_diagonal, inverse_norm, inverse_norms, w, weights, distances, lowest_of_columns, n, pitch
 ):
-    """Store the distances of a tile, and below the diagonal, and the lowest costs of its columns; those of its rows."""
+    """Stores a tile's distances, on both sides of the diagonal, and its columns' lowest costs; returns its rows'."""
     is_row, is_column = row < n, column < n
     inverse_norm_column = tl.load(inverse_norms + column, mask=is_column, other=0.0)
     d = tl.maximum(product * inverse_norm[:, None] * inverse_norm_column[None, :] + 2.0, 0.0)
